@@ -66,8 +66,12 @@ def _forward(
     backend: str, p: Problem, inputs: Sequence[Any], sink: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, weights, stats) of (q, k, v, w, bias) beside a sink."""
-    found = registry.get(backend).forward(p, *inputs)
-    return found if sink is None else sinks.fold(sink, _unit(backend, p, inputs), *found)
+    forward: Any = registry.get(backend).forward
+    if sink is None:
+        return forward(p, *inputs)
+    if backend in sinks.KERNELS:
+        return forward(p, *inputs, sink)
+    return sinks.fold(sink, _unit(backend, p, inputs), *forward(p, *inputs))
 
 
 def _unit(backend: str, p: Problem, inputs: Sequence[Any]) -> float:

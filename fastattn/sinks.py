@@ -7,8 +7,8 @@ itself is rounded, and its rounding would be that of every number of the row.
 
 Beside a sink, a key weighs ``e^(s - lse')``. A backward pass needs no more than that of a row. With
 out' and lse' in the place of out and lse, the kernels' gradients are right as they are. So every
-backend, score and mask has sinks. The autograd Functions fold a sink into results as soon as a
-backend returns them. The gradient of the sink is
+backend, score and mask has sinks. The kernels of ``KERNELS`` add a sink to the sum of a row. The
+autograd Functions fold it into what others return, as soon as they do. The gradient of the sink is
 
     -sum_i e^(sink - lse'_i) delta_i        delta_i = dO_i . O'_i + sum_j W'_ij dW_ij - dlse'_i
 
@@ -23,6 +23,9 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import reference, validate
+
+# Backends whose kernels take sinks: csrc/cpu/loop/args.h. ``fold`` is for all others.
+KERNELS = ("cpu",)
 
 # Numbers of a copy in float32, for each thread: docs/decisions/0028-sinks.md.
 _AT_ONCE = 2**16
@@ -47,15 +50,19 @@ def fold(
     without keys has output 0, and the log-sum-exp is the sink.
     """
     shift, factor = stats[..., 0], stats[..., 1]
-    sink = sink.to(shift.dtype)[..., None]
     # e^(shift - sink), of which the last digits count where it is tiny.
-    e = torch.sub(sink, shift, alpha=unit).neg_().clamp_(max=80).exp_()
-    share = e / (e + factor).clamp_(min=_LEAST_FACTOR)
+    e = _beyond(sink, shift, unit).neg_().clamp_(max=80).exp_()
+    share = (e / (e + factor).clamp_(min=_LEAST_FACTOR)).to(shift.dtype)
     _scale(out, share)
     if weights.dim() == 4:
         _scale(weights, share)
     factor.mul_(share)
-    return out, torch.logaddexp(lse, sink), weights, stats
+    return out, torch.logaddexp(lse, sink.to(lse.dtype)[..., None]), weights, stats
+
+
+def _beyond(sink: Tensor, shift: Tensor, unit: float) -> Tensor:
+    """By how much a sink is above the shift of a row: in float64, as its exponential follows."""
+    return torch.sub(sink.double()[..., None], shift, alpha=unit)
 
 
 def _scale(x: Tensor, share: Tensor) -> None:
@@ -101,7 +108,7 @@ def gradient(
         delta = delta + _dot(known, weights, lse.dtype)
     if grad_lse is not None:
         delta = delta - grad_lse
-    taken = torch.sub(sink.to(shift.dtype)[..., None], shift, alpha=unit).exp_().mul_(factor)
+    taken = _beyond(sink, shift, unit).exp_().mul_(factor).to(lse.dtype)
     # Where the factor has lost its digits, the sink has all of a row, and the log-sum-exp is it.
     taken = torch.where(factor < _LEAST_FACTOR, reference.sink_weight(sink, lse), taken)
     return -(taken * delta).sum(-1)

@@ -43,9 +43,11 @@ struct Results {
   OptTensor lse;
 };
 
-Results run_forward(const Operands& in, bool wants_lse) {
+Results run_forward(const Operands& in, bool wants_lse, const OptTensor& sink = {}) {
   ForwardParams p{};
   fill_problem(in, &p);
+  STD_TORCH_CHECK(!sink || device::kTakesSinks, "fastattn: sink: this operator takes none");
+  p.sink = sink_view(sink, p);
 
   const Tensor& q = in.q;
   Tensor out = empty_out(q, p, result_dtype(in));
@@ -69,8 +71,9 @@ Results run_forward(const Operands& in, bool wants_lse) {
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
   Arguments arguments(stack, count);
   const Operands in = take_operands(arguments);
+  const auto sink = arguments.take<OptTensor>();
   arguments.end();
-  const auto [out, weights, stats, lse] = run_forward(in, true);
+  const auto [out, weights, stats, lse] = run_forward(in, true, sink);
   put(stack, out, *lse, weights, stats);
 }
 

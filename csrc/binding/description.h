@@ -23,8 +23,16 @@
 namespace fastattn::binding {
 
 // What an argument is, if not memory that params point to as it lies: numbers from 0 on are those
-// of each_limit(), the others parts of a line, and dropout's seed.
-enum Part { kWhole = -1, kSlopes = -2, kTable = -3, kBuckets = -4, kOffset = -5, kSeed = -6 };
+// of each_limit(), the others parts of a line, dropout's seed, and sinks.
+enum Part {
+  kWhole = -1,
+  kSlopes = -2,
+  kTable = -3,
+  kBuckets = -4,
+  kOffset = -5,
+  kSeed = -6,
+  kSink = -7
+};
 
 // A class that holds arguments, as Mask does, and its fields.
 struct Field {
@@ -64,16 +72,17 @@ struct Argument {
 
 class Description {
  public:
-  // False if a call is unusual; a Python exception may then be set.
-  bool describe(PyObject* call) {
+  // False if a call is unusual; a Python exception may then be set. `sink`: the place of sinks.
+  bool describe(PyObject* call, Py_ssize_t sink = -1) {
     text_.reserve(512);
     arguments_.reserve(8);
-    return add_all(call);
+    return add_all(call, sink);
   }
   // The same of a forward call, which may have a plan for any length.
   bool describe_forward(PyObject* call) {
-    if (!describe(call)) return false;
     constexpr Py_ssize_t kWeight = 3;  // of the additive score, which has plans for each length
+    constexpr Py_ssize_t kSinks = 7;   // of Call in fastattn/problem/call_cache.py
+    if (!describe(call, kSinks)) return false;
     if (PyTuple_GetItem(call, kWeight) != Py_None || has_alignment_) return true;
     forget_lengths([](auto*) {});
     return true;
@@ -120,11 +129,11 @@ class Description {
   int64_t offset() const { return offset_; }
 
  private:
-  bool add_all(PyObject* tuple) {
+  bool add_all(PyObject* tuple, Py_ssize_t sink = -1) {
     const Py_ssize_t size = PyTuple_Size(tuple);
     append('(', size);
     for (Py_ssize_t n = 0; n < size; ++n)
-      if (!add(PyTuple_GetItem(tuple, n), kWhole)) return false;
+      if (!add(PyTuple_GetItem(tuple, n), n == sink ? kSink : kWhole)) return false;
     return true;
   }
 
@@ -138,7 +147,7 @@ class Description {
   // for each length.
   bool suits_any_length(Argument* x) const {
     const dlpack::Tensor& t = x->tensor;
-    if (x->part == kSeed) return true;
+    if (x->part == kSeed || x->part == kSink) return true;
     if (x->role == Role::kOther)
       return x->part >= kWhole && t.ndim == 1 && t.shape[0] == lead_.samples;
     if (x->role == Role::kStats) return true;

@@ -115,10 +115,16 @@ inline bool find_arguments(const Description& given, Plan<ForwardParams>* plan) 
          [&](size_t n) { return all[n].part == own && is_readable(all[n].tensor); });
   });
   const bool drops = plan->p.dropout.enabled;
-  for (size_t n = 0; n < all.size(); ++n)
+  const void* const sinks = plan->p.sink.data;
+  const DType dtype = plan->p.sink.dtype;  // autocast takes others than ordinary calls do
+  if (sinks != nullptr) found = found && (dtype == DType::kFloat32 || dtype == plan->p.q.dtype);
+  for (size_t n = 0; n < all.size(); ++n) {
     if (all[n].part == kSeed) uses[n] = drops;
+    if (all[n].part == kSink) uses[n] = all[n].tensor.data == sinks;
+  }
   for (const int count : uses) found = found && count == 1;
-  return found && drops == (given.find(kSeed) != nullptr);
+  const auto has = [&](int part) { return given.find(part) != nullptr; };
+  return found && drops == has(kSeed) && (sinks != nullptr) == has(kSink);
 }
 
 // Whether a backward pass had the arguments that the forward pass has by its plan.
@@ -219,6 +225,11 @@ bool read_limits(const dlpack::Tensor& t, int64_t most, int32_t* to) {
   return true;
 }
 
+inline void set_sinks(const Description& given, ForwardParams* p) {
+  if (p->sink.data != nullptr) p->sink.data = given.find(kSink)->data;
+}
+inline void set_sinks(const Description&, BackwardParams*) {}
+
 // Sets the pointers to arguments and the seed, and makes limits and a line in `memory`. False if a
 // number is wrong.
 template <typename Params>
@@ -236,6 +247,7 @@ bool set_arguments(const Plan<Params>& plan, const Description& given, void* mem
   });
   if (p->dropout.enabled)
     device::set_seed(static_cast<const int64_t*>(given.find(kSeed)->data), &p->dropout);
+  set_sinks(given, p);
   const int* number = plan.limits.data();
   auto* next = static_cast<int32_t*>(memory);
   bool right = true;

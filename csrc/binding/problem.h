@@ -77,6 +77,15 @@ inline void fill_masks(const Operands& in, AttentionParams* p) {
   }
 }
 
+// [H] or [B, H].
+inline View sink_view(const OptTensor& t, const AttentionParams& p) {
+  if (!t) return {};
+  const int64_t h = t->dim() == 2 ? 1 : 0;
+  STD_TORCH_CHECK(t->dim() == h + 1 && t->size(h) == p.H && (h == 0 || t->size(0) == p.B),
+                  "fastattn: sink: expected [H] or [B, H]");
+  return {data_of(*t, "sink"), dtype_of(*t, "sink"), h == 0 ? 0 : t->stride(0), t->stride(h), 0, 0};
+}
+
 // Query i sees the keys up to `past` + i.
 inline Operands causal(Operands in, int64_t past) {
   in.band_hi = past;

@@ -119,10 +119,10 @@ def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | No
     """None beside a bias of head and distance: its gradient is not that of the kernels' line.
 
     None too if two masks are one tensor: other such calls have two. None if inputs broadcast:
-    their gradients are sums.
+    their gradients are sums. And None beside a sink: the kernels have no gradient of it.
     """
     known, given = call_cache.known_of(call), call.masks()
-    if known is None or given is None or isinstance(call.bias, Relative):
+    if known is None or given is None or isinstance(call.bias, Relative) or call.sink is not None:
         return None
     numbers = {id(x): n for n, x in enumerate(tensors) if n >= 3}  # others than q, k and v
     if len(numbers) < len(tensors) - 3:

@@ -104,7 +104,7 @@ def _complete(name: str, schema: str, fake: Callable | None) -> None:
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = Call(*args)
+    call = Call(*args[: len(Call._fields)])  # a sink may follow
     B, H, M, _ = call.q.shape
     N, E = call.v.shape[-2:]
     shape = weights_shape(weights_of(call.weights), B, H, M, N)
@@ -149,10 +149,17 @@ class Operators:
             LIBRARY.impl(name, function, key)
 
     def forward(
-        self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
+        self,
+        p: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor | None,
+        bias: Tensor | None,
+        *sink: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See ``registry.Backend``."""
-        return self._forward(q, k, v, w, bias, *p.operands)
+        return self._forward(q, k, v, w, bias, *p.operands, *sink)
 
     def backward(
         self,

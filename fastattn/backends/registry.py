@@ -39,6 +39,7 @@ class Backend(Protocol):
         own backward needs for each row, (shift, factor) in ``[B, H, M, 2]``: the weight of a score
         s is ``e^(s - shift * shift_unit(p, bias is not None)) * factor``. A row without keys has
         factor 0. The tensors are new: ``sinks.py`` writes into them.
+        Backends in ``sinks.KERNELS`` take a sink, ``[H]`` or ``[B, H]``, behind the bias.
         """
         ...
 

@@ -86,7 +86,7 @@ _made: tuple[_Made, ...] = ()  # the newest first
 
 
 def remembered(
-    offsets: tuple[Any, Any], others: tuple, window: Any, make: Callable[[], Mask]
+    given: tuple[Any, Any], others: tuple, window: Any, make: Callable[[], Mask]
 ) -> Mask:
     """What ``make`` returns, or has returned for equal offsets: layers share their documents.
 
@@ -94,8 +94,7 @@ def remembered(
     elsewhere a comparison waits for the device.
     """
     global _made
-    if offsets[0] is offsets[1]:
-        offsets = offsets[:1]
+    offsets = given[:1] if given[0] is given[1] else given
     ends = window if isinstance(window, tuple | list) else ()
     plain = window is None or (len(ends) == 2 and all(type(n) is int for n in ends))
     if not plain or not all(type(x) is Tensor and arguments.can_read(x) for x in offsets):

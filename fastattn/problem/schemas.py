@@ -106,7 +106,11 @@ def struct(name: str, record: type[NamedTuple]) -> str:
     )
 
 
-_FORWARD = f"({operands(Call)}) -> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
+# A sink [H] or [B, H] is one more logit of every row, without a value. Only the CPU takes any.
+_FORWARD = (
+    f"({operands(Call)}, Tensor? sink=None) "
+    "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
+)
 _BACKWARD = (
     f"({operands(Call)}, {operands(Saved)}) "
     "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_bias)"

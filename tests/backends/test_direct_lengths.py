@@ -242,3 +242,16 @@ def test_what_moves_with_the_lengths_has_plans_for_each(checked, mask_of):
     for (args, mask), want in zip(calls, wanted, strict=True):
         assert torch.equal(sdpa(*args, mask=mask), want)
     assert len(checked) == len(set(lengths))
+
+
+def test_a_plan_beside_sinks_serves_any_length(checked):
+    sink, others = torch.randn(2), torch.randn(2, 3)[:, 1]
+    q, k, v = heads(1, 9)
+    with call_cache.paused():
+        want = sdpa(q, k, v, sink=sink * 2), sdpa(q, k, v, sink=others), sdpa(q, k, v)
+    sdpa(*heads(), sink=sink)
+    checked.clear()
+    assert torch.equal(sdpa(q, k, v, sink=sink * 2), want[0])
+    assert not checked
+    assert torch.equal(sdpa(q, k, v, sink=others), want[1])
+    assert torch.equal(sdpa(q, k, v), want[2])

@@ -132,6 +132,37 @@ def test_backward_rejects_gradients_of_other_weights(weights):
             torch.ops.fastattn.backward(*arguments(weights=WEIGHTS[weights]), *more)
 
 
+@pytest.mark.parametrize(
+    "sink",
+    [torch.zeros(H + 1), torch.zeros(B + 1, H), torch.zeros(B, 1), torch.zeros(1, B, H),
+     torch.tensor(0.0), torch.zeros(H, dtype=torch.float64)],
+    ids="heads batch one-head 3d 0d float64".split(),
+)  # fmt: skip
+def test_forward_rejects_sinks(sink):
+    with pytest.raises(RuntimeError, match="fastattn: sink"):
+        torch.ops.fastattn.forward(*arguments(), sink=sink)
+
+
+def test_forward_rejects_a_sink_whose_memory_was_freed():
+    sink = torch.zeros(H)
+    sink.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"fastattn: sink: .* whose storage was freed"):
+        torch.ops.fastattn.forward(*arguments(), sink=sink)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sinks_of_any_strides(dtype):
+    """Of heads, and of samples too; the log-sum-exp has them in it."""
+    call, sinks = arguments(), torch.randn(H, 2, B).to(dtype)
+    _, lse, *_ = torch.ops.fastattn.forward(*call)
+    for sink in (sinks[:, 0, 0], sinks[:, 1].mT):
+        out, beside, *_ = torch.ops.fastattn.forward(*call, sink=sink)
+        want = torch.logaddexp(lse, sink.float()[..., None])
+        torch.testing.assert_close(beside, want)
+        plain, *_ = torch.ops.fastattn.forward(*call)
+        torch.testing.assert_close(out, plain * (lse - want).exp()[..., None])
+
+
 GIVEN = {
     "bias": torch.randn(B, H, M, N),
     "keep": torch.ones(B, H, M, N).bool(),

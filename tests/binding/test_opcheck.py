@@ -76,6 +76,12 @@ def test_forward(score, name):
     torch.library.opcheck(torch.ops.fastattn.forward.default, forward_arguments(score, name))
 
 
+@scores
+def test_forward_beside_sinks(score):
+    call = (*forward_arguments(score, "weights"), torch.randn(H))
+    torch.library.opcheck(torch.ops.fastattn.forward.default, call)
+
+
 @features
 @scores
 def test_backward(score, name):

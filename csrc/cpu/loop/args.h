@@ -1,6 +1,7 @@
 // What the workers of a pass share: the problem, its plan, and the positions of rows.
 #pragma once
 
+#include "cpu/base/half.h"
 #include "cpu/base/path.h"
 #include "cpu/loop/plan.h"
 #include "cpu/tile/softmax.h"
@@ -41,10 +42,23 @@ struct ForwardArgs : PassArgs<ForwardParams> {
   }
   // Writes lse, if anybody wants it, and stats of a finished row; returns the factor of its output.
   float write_row(int64_t b, int64_t h, int64_t i, float m, float l) const {
-    const RowStats stats = row_stats(m, l);
-    if (p.lse != nullptr) p.lse[row(b, h, i)] = natural_lse(units, m, l);
+    RowStats stats = row_stats(m, l);
+    float lse = p.lse == nullptr ? 0.f : natural_lse(units, m, l);
+    if (p.sink.data != nullptr) take_sink(b, h, l, &stats, &lse);
+    if (p.lse != nullptr) p.lse[row(b, h, i)] = lse;
     store_stats(stats, units, row(b, h, i), p.stats);
     return stats.factor;
+  }
+  // Adds a sink to the sum of a row, l beside its maximum. A row without keys keeps a factor of 0.
+  void take_sink(int64_t b, int64_t h, float l, RowStats* stats, float* lse) const {
+    double sink = 0.;
+    with_dtype(p.sink.dtype, [&](auto type) {
+      sink = load_one<type>(p.sink.data, b * p.sink.stride_b + h * p.sink.stride_h);
+    });
+    const double top = stats->shift * units.natural, sum = l + __builtin_exp(sink - top);
+    const bool has_all = l == 0.f || sum == __builtin_inf();
+    if (l != 0.f) stats->factor = static_cast<float>(1. / sum);
+    *lse = static_cast<float>(has_all ? sink : top + __builtin_log(sum));
   }
 };
 
