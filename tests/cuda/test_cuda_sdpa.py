@@ -19,6 +19,7 @@ from properties.extremes import (  # noqa: F401, of both scores
 )
 
 from fastattn import Mask, scaled_dot_product_attention, testing
+from fastattn.problem.schemas import Call
 from fastattn.testing import GRID, Case
 
 pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
@@ -179,3 +180,10 @@ def test_a_large_bias_in_a_whole_row(backend):
         weights[0, 0, 2:4].float(), torch.full((2, 5), 0.2), rtol=1e-3, atol=0
     )
     assert out.isfinite().all()
+
+
+def test_the_operator_takes_no_sinks(backend):
+    """What the kernels leave out must not be left out in silence."""
+    q = torch.randn(1, 2, 20, 8).half()
+    with pytest.raises(RuntimeError, match="fastattn: sink: this operator takes none"):
+        torch.ops.fastattn.cuda_forward(*Call(q, q, q), sink=torch.zeros(2))
