@@ -22,8 +22,9 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 0, 1, 2, 3]])
 def packed(function):
     """As create_causal_mask() makes it."""
     segments = masking_utils.find_packed_sequence_indices(POSITIONS)
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in 5.17
     return masking_utils.and_masks(
-        masking_utils.remap_positions_for_packed_sequence(function, POSITIONS),
+        remap(function, POSITIONS) if remap else function,
         masking_utils.packed_sequence_mask_function(segments),
     )
 
