@@ -71,8 +71,8 @@ struct Chooser {
 // ---- both passes ----
 
 // Rows in place: with at most this many queries, packing a tile costs more than reading it in
-// place. At 12 queries both cost about the same (d64, Zen 3).
-constexpr int64_t kInPlaceRows = 8;
+// place; without a matrix unit, and with at least so many dims, also with a few more (Zen 4).
+constexpr int64_t kInPlaceRows = 8, kInPlaceMoreRows = 12, kInPlaceMoreDims = 64;
 // Short chains: up to this many queries, each row sums its values so. The gradient of a bias that
 // few rows share needs these digits. At 9 to 12 queries a call takes 2 to 4% longer (Zen 4).
 constexpr int64_t kShortChainRows = 12;
@@ -82,15 +82,19 @@ constexpr int64_t kUnitPairs = 16 * 64;
 // One thread: waking others takes as long as about this many multiply-adds (Zen 3).
 constexpr double kParallelWork = 1 << 19;
 
+FASTATTN_FN bool has_matrix_unit(const AttentionParams& p, const Chooser& chooser) {
+  return chooser.unit == Unit::kEveryDtype ||
+         (chooser.unit == Unit::kBFloat16 && p.q.dtype == DType::kBFloat16);
+}
 // Both passes must call this for the keys, so that both sum a score in the same order.
 FASTATTN_FN bool is_in_place(const AttentionParams& p, const View& rows, const Chooser& chooser) {
-  return rows_are_contiguous(rows) && chooser.ways.take(kRowsInPlace, p.M <= kInPlaceRows);
+  const bool more = p.D >= kInPlaceMoreDims && !has_matrix_unit(p, chooser);
+  const bool pays = p.M <= (more ? kInPlaceMoreRows : kInPlaceRows);
+  return rows_are_contiguous(rows) && chooser.ways.take(kRowsInPlace, pays);
 }
 FASTATTN_FN bool uses_matrix_unit(const AttentionParams& p, const Chooser& chooser) {
   const bool pays = p.M > kInPlaceRows && p.M * p.N > kUnitPairs;
-  const bool has = chooser.unit == Unit::kEveryDtype ||
-                   (chooser.unit == Unit::kBFloat16 && p.q.dtype == DType::kBFloat16);
-  return has && chooser.ways.take(kMatrixUnit, pays);
+  return has_matrix_unit(p, chooser) && chooser.ways.take(kMatrixUnit, pays);
 }
 // For the additive score. Each key has one pair, so an exponential a pair is as cheap as one a key.
 FASTATTN_FN bool is_one_query(const AttentionParams& p, const Chooser& chooser) {

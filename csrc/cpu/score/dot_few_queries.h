@@ -22,27 +22,36 @@ class RowSums {
     c_ = scratch.floats(most * block_n);
   }
 
-  void clear() { count_ = 0; }
+  void clear() { count_ = 0, finite_ = true; }
 
   // Adds rows x [rows, ld] and the coefficients [rows, block_n] of a tile.
   void add(const float* x, int64_t ld, const float* coefficients, int64_t rows,
            const MaskTile& mask) {
-    for (int64_t r = 0; r < rows; ++r, ++count_) {
-      std::memcpy(x_ + count_ * ld_, x + r * ld, static_cast<size_t>(ld_) * 4);
-      for (int64_t j = 0; j < mask.cols(); ++j)
-        c_[count_ * block_n_ + j] =
-            mask.keeps(r, j) ? coefficients[r * block_n_ + j] + 0.f : kMasked;
-    }
+    VecI probe{};
+    mask.with_masking([&](auto masking) __attribute__((always_inline)) {
+      for (int64_t r = 0; r < rows; ++r, ++count_) {
+        for (int64_t e = 0; e < ld_; e += kWidth) {
+          const Vec own = load(x + r * ld + e);
+          probe |= not_finite(own);
+          store(x_ + count_ * ld_ + e, own);
+        }
+        for (int64_t j = 0; j < mask.cols(); j += kWidth) {
+          const Vec c = load(coefficients + r * block_n_ + j) + 0.f;
+          const VecI kept = mask.row<masking>(r).keeps(j);
+          store(c_ + count_ * block_n_ + j, kept ? c : splat(kMasked));
+        }
+      }
+    });
+    finite_ = finite_ && !any_lane(probe);
   }
 
-  // to(j, :) = factor * sum_r c_rj x_r
+  // to(j, :) = factor * sum_r c_rj x_r. Some keys take a row together: 0 times a number is 0.
   void write(float factor, const Matrix& to) const {
+    constexpr int kKeys = kVectorRegisters == 32 ? 4 : 2;
     with_dtype(to.dtype, [&](auto type) {
-      for (int64_t j = 0; j < to.rows; ++j) {
-        int64_t e = 0;
-        for (; e + 4 * kWidth <= to.cols; e += 4 * kWidth) write_columns<type, 4>(factor, to, j, e);
-        for (; e < to.cols; e += kWidth) write_columns<type, 1>(factor, to, j, e);
-      }
+      int64_t j = 0;
+      for (; finite_ && j + kKeys <= to.rows; j += kKeys) write_keys<type, kKeys>(factor, to, j);
+      for (; j < to.rows; ++j) write_keys<type, 1>(factor, to, j);
     });
   }
 
@@ -51,24 +60,43 @@ class RowSums {
   static constexpr float kMasked = -0.f;
   static bool is_masked(float c) { return c == 0.f && __builtin_signbit(c); }
 
-  template <DType kType, int kVecs>
+  template <DType kType, int kKeys>
+  FASTATTN_MEMBER void write_keys(float factor, const Matrix& to, int64_t j) const {
+    int64_t e = 0;
+    const auto take = [&](auto vecs) __attribute__((always_inline)) {
+      for (; e + vecs * kWidth <= ld_; e += vecs * kWidth)
+        write_columns<kType, kKeys, vecs>(factor, to, j, e);
+    };
+    take(std::integral_constant<int, 4>{});
+    take(std::integral_constant<int, 2>{});
+    take(std::integral_constant<int, 1>{});
+  }
+  template <DType kType, int kKeys, int kVecs>
   FASTATTN_MEMBER void write_columns(float factor, const Matrix& to, int64_t j, int64_t e) const {
-    Vec sum[kVecs] = {};
+    Vec sum[kKeys][kVecs] = {};
     for (int64_t r = 0; r < count_; ++r) {
-      const float c = c_[r * block_n_ + j];
-      if (is_masked(c)) continue;  // skips NaN in x as well
+      const float* const c = c_ + r * block_n_ + j;
+      if (kKeys == 1 && is_masked(c[0])) continue;  // skips NaN in x as well
+      Vec x[kVecs];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) sum[v] += c * load(x_ + r * ld_ + e + v * kWidth);
+      for (int v = 0; v < kVecs; ++v) x[v] = load(x_ + r * ld_ + e + v * kWidth);
+#pragma GCC unroll 4
+      for (int n = 0; n < kKeys; ++n)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) sum[n][v] += c[n] * x[v];
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) {
-      const int64_t c = e + v * kWidth;
-      store_strided<kType>(to.data, to.offset + j * to.stride_r + c * to.stride_c, to.stride_c,
-                           to.cols - c, sum[v] * factor);
-    }
+    for (int n = 0; n < kKeys; ++n)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        const int64_t c = e + v * kWidth, at = to.offset + (j + n) * to.stride_r;
+        store_strided<kType>(to.data, at + c * to.stride_c, to.stride_c, to.cols - c,
+                             sum[n][v] * factor);
+      }
   }
 
   int64_t block_n_, ld_, count_ = 0;
+  bool finite_ = true;
   float *x_, *c_;
 };
 
