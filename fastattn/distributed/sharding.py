@@ -34,6 +34,13 @@ def _weight(x: Any, dim: int) -> Any:
     return Replicate() if at < 0 else Shard(at)
 
 
+def _sink(x: Any, dim: int | None) -> Any:
+    if not hasattr(x, "placements"):
+        return None
+    at = -1 if dim is None else dim - (2 - len(x.shape))
+    return Replicate() if at < 0 else Shard(at)
+
+
 def _limit(x: Any, dim: int) -> Any:
     return Replicate() if dim == 1 or x.shape[0] == 1 else Shard(0)
 
@@ -70,12 +77,17 @@ def _dims(call: Call) -> list[int]:
 
 
 def _forward(*args: Any) -> list[Rule]:
-    call = Call(*args)
-    rules: list[Rule] = [([Replicate()] * 4, _placed(call, None))]
+    count = len(Call._fields)
+    call, sink = Call(*args[:count]), args[count:]
+
+    def placed(dim: int | None) -> list[Any]:
+        return [*_placed(call, dim), *(_sink(x, dim) for x in sink)]
+
+    rules: list[Rule] = [([Replicate()] * 4, placed(None))]
     for dim in _dims(call):
         own = Shard(dim)
         weights = Replicate() if weights_of(call.weights) == "none" else own
-        rules.append(([own, own, weights, own], _placed(call, dim)))
+        rules.append(([own, own, weights, own], placed(dim)))
     return rules
 
 

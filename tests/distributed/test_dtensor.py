@@ -68,9 +68,11 @@ def test_rules_of_operators(four_ranks, placements):
     q, w, bias = (drawn(*shape).detach() for shape in ((4, 8, N, D), (8, D), (1, 8, N, N)))
     limits = dict(kv_len=torch.tensor([N, 9, 0, 17]), kv_begin=torch.arange(N)[None] // 3)
     mask = Mask("top_left", keep=drawn(N, N) > -1, **limits)
-    for score, dropout_p, weights, Hkv in (
+    sinks = drawn(8).detach(), drawn(4, 8).detach()
+    for score, dropout_p, weights, Hkv, *sink in (
         ("dot", 0.0, None, 4), ("additive", 0.0, "full", 4), ("dot", 0.0, "mean", 4),
-        ("dot", 0.5, None, 4), ("dot", 0.0, None, 2),
+        ("dot", 0.5, None, 4), ("dot", 0.0, None, 2), ("dot", 0.0, "full", 4, sinks[0]),
+        ("dot", 0.0, None, 4, sinks[1]),
     ):  # fmt: skip
         k, v = drawn(4, Hkv, N, D).detach(), drawn(4, Hkv, N, D).detach()
         beside = (w if score == "additive" else None, bias)
@@ -79,10 +81,10 @@ def test_rules_of_operators(four_ranks, placements):
             dropout_p=dropout_p, seed=7 if dropout_p else None, enable_gqa=True,
         ).p  # fmt: skip
 
-        def run(share, whole, p=p, k=k, v=v, beside=beside, weights=weights):
+        def run(share, whole, p=p, k=k, v=v, beside=beside, weights=weights, sink=sink):
             own = p.with_tensors(*map(whole, p.tensors()))
             tensors = [*map(share, (q, k, v)), *map(whole, beside)]
-            found = operators.CPU.forward(own, *tensors)
+            found = operators.CPU.forward(own, *tensors, *map(whole, sink))
             upstream = [share(drawn(*x.shape).detach()) for x in found[:2]]
             upstream.append(found[2] if weights else None)
             saved = found[0], found[3], *upstream, True
