@@ -73,6 +73,12 @@ def documents(
     return remembered((offsets, offsets_k), (length, causal), window, make)
 
 
+def _listed(offsets: Any) -> Any:
+    """A list of ints as a tensor; all else as it is."""
+    listed = type(offsets) in (list, tuple) and offsets and all(type(n) is int for n in offsets)
+    return torch.tensor(offsets, device="cpu") if listed else offsets
+
+
 class _Made(NamedTuple):
     """A mask, with a copy of the offsets and with what else it was made of."""
 
@@ -90,11 +96,11 @@ def remembered(
 ) -> Mask:
     """What ``make`` returns, or has returned for equal offsets: layers share their documents.
 
-    To make a mask of offsets takes ten times as long as attention of few tokens. On a CPU alone:
-    elsewhere a comparison waits for the device.
+    To make a mask of offsets takes ten times as long as attention of few tokens. Offsets on a GPU
+    are not compared, as that waits for it.
     """
     global _made
-    offsets = given[:1] if given[0] is given[1] else given
+    offsets = tuple(map(_listed, given[:1] if given[0] is given[1] else given))
     ends = window if isinstance(window, tuple | list) else ()
     plain = window is None or (len(ends) == 2 and all(type(n) is int for n in ends))
     if not plain or not all(type(x) is Tensor and arguments.can_read(x) for x in offsets):

@@ -48,7 +48,13 @@ def test_equal_offsets_have_one_mask(made):
         attend(x, torch.tensor([0, 4, 9]), causal=False), expected(x, [4, 9], False)
     )
     attend(x, torch.tensor([0, 4, 9]), window=(1, 0))
-    assert len(made) >= 3  # another window and another alignment are others
+    assert len(made) == 4  # another dtype, alignment or window
+    for _ in range(2):
+        attend(x, [0, 4, 9])
+        attend(x, (0, 4, 9))
+    assert len(made) == 4  # as the first tensor
+    with pytest.raises(TypeError, match="cu_seqlens_q"):
+        attend(x, [0, 4.0, 9])
 
 
 def test_offsets_that_change_in_place_make_another(made):
