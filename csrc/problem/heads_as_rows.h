@@ -28,6 +28,7 @@ FASTATTN_FN void take_common_heads_as_rows(AttentionParams* p) {
 FASTATTN_FN void take_heads_as_rows(ForwardParams* p) {
   take_common_heads_as_rows(p);
   take_heads_as_rows(p->M, &p->out);
+  take_heads_as_rows(p->M, &p->sink);
 }
 FASTATTN_FN void take_heads_as_rows(BackwardParams* p) {
   take_common_heads_as_rows(p);

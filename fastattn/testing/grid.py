@@ -168,6 +168,7 @@ def _grid() -> list[Case]:
              weights="full", lse=True, garbage=math.nan),
         Case("sink-masks", sink=2.0, softcap=2.0, keep="bhmn", bias="bmn", bias_inf=True,
              empty_rows=True, dropout_p=0.3, weights="mean", lse=True, M=20, N=40),
+        Case("sink-decode", sink=1.0, H=8, Hkv=2, M=1, N=300, lse=True),
         Case("sink-few", sink=-1.0, bias="alibi", bias_grad=False, M=3, N=300),
     ]  # fmt: skip
     large = [Case("large-logits", magnitude=60.0, M=40, N=70, lse=True)]

@@ -44,17 +44,17 @@ struct ForwardArgs : PassArgs<ForwardParams> {
   float write_row(int64_t b, int64_t h, int64_t i, float m, float l) const {
     RowStats stats = row_stats(m, l);
     float lse = p.lse == nullptr ? 0.f : natural_lse(units, m, l);
-    if (p.sink.data != nullptr) take_sink(b, h, l, &stats, &lse);
+    if (p.sink.data != nullptr) take_sink(b, h, i, l, &stats, &lse);
     if (p.lse != nullptr) p.lse[row(b, h, i)] = lse;
     store_stats(stats, units, row(b, h, i), p.stats);
     return stats.factor;
   }
   // Adds a sink to the sum of a row, l beside its maximum. A row without keys keeps a factor of 0.
-  void take_sink(int64_t b, int64_t h, float l, RowStats* stats, float* lse) const {
+  void take_sink(int64_t b, int64_t h, int64_t i, float l, RowStats* stats, float* lse) const {
+    const View& from = p.sink;
+    const int64_t offset = b * from.stride_b + h * from.stride_h + i * from.stride_r;
     double sink = 0.;
-    with_dtype(p.sink.dtype, [&](auto type) {
-      sink = load_one<type>(p.sink.data, b * p.sink.stride_b + h * p.sink.stride_h);
-    });
+    with_dtype(from.dtype, [&](auto type) { sink = load_one<type>(from.data, offset); });
     const double top = stats->shift * units.natural, sum = l + __builtin_exp(sink - top);
     const bool has_all = l == 0.f || sum == __builtin_inf();
     if (l != 0.f) stats->factor = static_cast<float>(1. / sum);
