@@ -211,8 +211,8 @@ def _mask(
         offsets_k = _offsets(name, given_k, "key", key)
         return jagged.documents(offsets, offsets_k, query.shape[0], is_causal, window)
 
-    sizes = query.shape[0], key.shape[0], query.device, is_causal
-    return jagged.remembered((cu_seqlens_q, given_k), sizes, window, make)
+    others = key.shape[0], query.device, is_causal
+    return jagged.remembered((cu_seqlens_q, given_k), query.shape[0], others, window, make)
 
 
 def _check_same(cu_seqlens_q: Offsets, cu_seqlens_k: Offsets | None) -> None:

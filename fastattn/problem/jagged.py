@@ -70,13 +70,15 @@ def documents(
         begin, end = intervals.documents(offsets, offsets_k, length, causal, window)
         return Mask(kv_begin=begin, kv_len=end)
 
-    return remembered((offsets, offsets_k), (length, causal), window, make)
+    return remembered((offsets, offsets_k), length, (causal,), window, make)
 
 
 def _listed(offsets: Any) -> Any:
     """A list of ints as a tensor; all else as it is."""
-    listed = type(offsets) in (list, tuple) and offsets and all(type(n) is int for n in offsets)
-    return torch.tensor(offsets, device="cpu") if listed else offsets
+    listed = type(offsets) in (list, tuple) and len(offsets) > 0
+    if listed and all(type(n) is int and 0 <= n < 2**63 for n in offsets):
+        return torch.tensor(offsets, device="cpu")
+    return offsets
 
 
 class _Made(NamedTuple):
@@ -87,12 +89,12 @@ class _Made(NamedTuple):
     mask: Mask
 
 
-_MOST_MADE = 8
+_MOST_MADE, _MOST_ROWS = 8, 1 << 16  # masks, and rows of one, 8 bytes each
 _made: tuple[_Made, ...] = ()  # the newest first
 
 
 def remembered(
-    given: tuple[Any, Any], others: tuple, window: Any, make: Callable[[], Mask]
+    given: tuple[Any, Any], length: int, others: tuple, window: Any, make: Callable[[], Mask]
 ) -> Mask:
     """What ``make`` returns, or has returned for equal offsets: layers share their documents.
 
@@ -105,7 +107,9 @@ def remembered(
     plain = window is None or (len(ends) == 2 and all(type(n) is int for n in ends))
     if not plain or not all(type(x) is Tensor and arguments.can_read(x) for x in offsets):
         return make()
-    others = (*others, *ends, *((x.dtype, x.shape) for x in offsets))
+    if length > _MOST_ROWS:
+        return make()
+    others = (length, *others, *ends, *((x.dtype, x.shape) for x in offsets))
     for found in _made:
         if found.others == others and all(map(torch.equal, found.offsets, offsets)):
             return found.mask

@@ -99,10 +99,17 @@ def test_what_does_not_fit_is_an_error_after_a_call_that_did(made):
         attend(x, offsets, window=1)
     with pytest.raises(ValueError, match="not to decrease"):
         attend(x, torch.tensor([0, 9, 4]))
+    for beyond in (2**70, -1):
+        with pytest.raises(ValueError, match="cu_seqlens_q: expected"):
+            attend(x, [0, beyond])
 
 
-def test_few_are_kept():
+def test_few_are_kept(monkeypatch):
     x = packed()
+    monkeypatch.setattr(jagged, "_MOST_ROWS", T - 1)
+    attend(x, torch.tensor([0, T]))
+    assert not jagged._made
+    monkeypatch.setattr(jagged, "_MOST_ROWS", T)
     for n in range(1, T):
         attend(x, torch.tensor([0, n, T]))
     assert len(jagged._made) == jagged._MOST_MADE
