@@ -209,7 +209,7 @@ def _mask(
     def make() -> Mask:
         offsets = _offsets("cu_seqlens_q", cu_seqlens_q, "query", query)
         offsets_k = _offsets(name, given_k, "key", key)
-        return jagged.documents(offsets, offsets_k, query.shape[0], is_causal, window)
+        return jagged.mask_of(offsets, offsets_k, query.shape[0], is_causal, window)
 
     others = key.shape[0], query.device, is_causal
     return jagged.remembered((cu_seqlens_q, given_k), query.shape[0], others, window, make)

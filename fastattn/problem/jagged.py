@@ -64,13 +64,23 @@ def documents(
     causal: str | bool,
     window: tuple[int, int] | None = None,
 ) -> Mask:
+    """``mask_of`` these, which is remembered."""
+    given = offsets, offsets_k
+    return remembered(
+        given, length, (causal,), window, lambda: mask_of(*given, length, causal, window)
+    )
+
+
+def mask_of(
+    offsets: Tensor,
+    offsets_k: Tensor,
+    length: int,
+    causal: str | bool,
+    window: tuple[int, int] | None,
+) -> Mask:
     """The mask by which each of ``length`` packed queries sees the keys of its own sequence."""
-
-    def make() -> Mask:
-        begin, end = intervals.documents(offsets, offsets_k, length, causal, window)
-        return Mask(kv_begin=begin, kv_len=end)
-
-    return remembered((offsets, offsets_k), length, (causal,), window, make)
+    begin, end = intervals.documents(offsets, offsets_k, length, causal, window)
+    return Mask(kv_begin=begin, kv_len=end)
 
 
 def _listed(offsets: Any) -> Any:
@@ -107,7 +117,7 @@ def remembered(
     plain = window is None or (len(ends) == 2 and all(type(n) is int for n in ends))
     if not plain or not all(type(x) is Tensor and arguments.can_read(x) for x in offsets):
         return make()
-    if length > _MOST_ROWS:
+    if length > _MOST_ROWS:  # such a mask takes a small part of the time, and much memory
         return make()
     others = (length, *others, *ends, *((x.dtype, x.shape) for x in offsets))
     for found in _made:
