@@ -7,8 +7,8 @@ itself is rounded, and its rounding would be that of every number of the row.
 
 Beside a sink, a key weighs ``e^(s - lse')``. A backward pass needs no more than that of a row. With
 out' and lse' in the place of out and lse, the kernels' gradients are right as they are. So every
-backend, score and mask has sinks. The kernels of ``KERNELS`` add a sink to the sum of a row. The
-autograd Functions fold it into what others return, as soon as they do. The gradient of the sink is
+backend, score and mask has sinks. Backends in ``KERNELS`` add a sink to the sum of a row. The
+autograd Functions fold it into the results of other backends, at once. The gradient of the sink is
 
     -sum_i e^(sink - lse'_i) delta_i        delta_i = dO_i . O'_i + sum_j W'_ij dW_ij - dlse'_i
 

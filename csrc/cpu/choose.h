@@ -71,7 +71,8 @@ struct Chooser {
 // ---- both passes ----
 
 // Rows in place: with at most this many queries, packing a tile costs more than reading it in
-// place; without a matrix unit, and with at least so many dims, also with a few more (Zen 4).
+// place. Without a matrix unit, and with at least so many dims, that holds for a few more (Zen 4,
+// with AVX-512 and with AVX2). On Zen 3, 12 queries of 64 dims cost about the same either way.
 constexpr int64_t kInPlaceRows = 8, kInPlaceMoreRows = 12, kInPlaceMoreDims = 64;
 // Short chains: up to this many queries, each row sums its values so. The gradient of a bias that
 // few rows share needs these digits. At 9 to 12 queries a call takes 2 to 4% longer (Zen 4).

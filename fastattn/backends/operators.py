@@ -149,15 +149,9 @@ class Operators:
             LIBRARY.impl(name, function, key)
 
     def forward(
-        self,
-        p: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: Tensor | None,
-        bias: Tensor | None,
+        self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None,
         *sink: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """See ``registry.Backend``."""
         return self._forward(q, k, v, w, bias, *p.operands, *sink)
 

@@ -65,7 +65,7 @@ Shares share_out(const AttentionParams& p, int64_t heads, int64_t tiles, bool ma
   if (tiles == 1 || band_keeps_all(p.mask, p.M, p.N)) return {1, all, most};
   const int64_t pairs = all / 2, room = ceil_div(pairs, most) * most;
   // By an H200's rates, staying saves a pair the time of about 512 keys (0013). So much may be
-  // idle.
+  // idle: no call that was measured comes near this. Not run on a GPU.
   const bool even = all % 2 == 0 && (room - pairs) * p.N <= 512 * room;
   return even ? Shares{2, pairs, min64(pairs, most)} : dealt_out;
 }

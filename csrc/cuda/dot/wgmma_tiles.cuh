@@ -39,7 +39,7 @@ FASTATTN_DEVICE Place queries_at(const AttentionParams& p, uint32_t number, int 
 
 // Calls f(number, turn) for the tiles of a block's shares, or for its only one. A block takes one
 // share of each round, at the next place each time: pairs of a head may not be quite equal, and
-// would fall to the same blocks again and again.
+// would fall to the same blocks again and again. This order was not run on a GPU.
 template <bool kOnce, typename F>
 __device__ __forceinline__ void for_shares(const Shares& shares, F f) {
   const uint32_t each = shares.tiles, blocks = static_cast<uint32_t>(shares.blocks);
@@ -146,7 +146,8 @@ struct TileList {
 // ---- which pairs of a tile ----
 
 // Which keys the intervals leave to each query of a consumer, or which queries to each key: found
-// once, and not for each tile that passes by. A warp needs its own lines alone, and finds them.
+// once, and not for each tile that passes by. A warp needs its own lines alone, and finds them. Not
+// run on a GPU.
 using LineSpans = Span[kTile];
 
 template <typename Layout>

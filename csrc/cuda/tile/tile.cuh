@@ -151,6 +151,7 @@ FASTATTN_DEVICE void store_fragment(const Fragment& x, float* to) {
 
 // What a masked pair has in place of a weight. A product leaves it out, whatever the other factor
 // is: 0 * NaN must not carry garbage past a mask. A weight that is 0 without a mask does carry NaN.
+// Not run on a GPU.
 constexpr float kNoWeight = -0.f;
 FASTATTN_DEVICE bool is_no_weight(float x) {
   uint32_t bits;
