@@ -310,12 +310,10 @@ WARPGROUPS = [
     ),
     of_warpgroups(
         "a tile's number when its stage is left",
-        "    const int64_t j0 = kMasked ? first_key() : 0;\n    start_next_values();\n"
-        "    if constexpr (kMasked) find_kept(j0);\n"
-        "    wait_for_products<kBeside ? 1 : 0>();\n    take_scores();\n",
-        "    start_next_values();\n    wait_for_products<kBeside ? 1 : 0>();\n    take_scores();\n"
-        "    const int64_t j0 = kMasked ? first_key() : 0;\n"
-        "    if constexpr (kMasked) find_kept(j0);\n", "AssertionError",
+        "    const int64_t j0 = first_key();\n    if (masked) find_kept(j0);\n"
+        "    wait_for_products<0>();\n    take_scores();\n",
+        "    wait_for_products<0>();\n    take_scores();\n"
+        "    const int64_t j0 = first_key();\n    if (masked) find_kept(j0);\n", "AssertionError",
     ),
     of_grads(
         "gradients: a tile's number before its stage is free",
