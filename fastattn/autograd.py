@@ -45,7 +45,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights) of a validated problem, differentiable in q, k, v, w, bias and sink."""
     if not needs_autograd(q, k, v, w, bias, sink):
-        return _forward(backend, p, (q, k, v, w, bias), sink)[:3]
+        return registry.get(backend).forward(p, q, k, v, w, bias, sink)[:3]
     own = p.tensors()
     bare = p.with_tensors(*[None] * len(own))
     beside = w, bias, sink, *own
@@ -60,22 +60,6 @@ def attend(
     else:
         tensors = q, k, v, *map(that_autograd_saves, beside)
     return either(AttentionFunction, ForwardMode).apply(backend, bare, *tensors)[:3]
-
-
-def _forward(
-    backend: str, p: Problem, inputs: Sequence[Any], sink: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, weights, stats) of (q, k, v, w, bias) beside a sink."""
-    forward: Any = registry.get(backend).forward
-    if sink is None:
-        return forward(p, *inputs)
-    if backend in sinks.KERNELS:
-        return forward(p, *inputs, sink)
-    return sinks.fold(sink, _unit(backend, p, inputs), *forward(p, *inputs))
-
-
-def _unit(backend: str, p: Problem, inputs: Sequence[Any]) -> float:
-    return registry.get(backend).shift_unit(p, inputs[_BIAS] is not None)
 
 
 def needs_autograd(*tensors: Tensor | None, later: bool = True) -> bool:
@@ -163,7 +147,7 @@ def _positional(*names: str) -> Callable[[Callable], Callable]:
 
 # ---- the tensors of a call: those with a gradient, then Problem.tensors() ----
 
-# A sink is an operand of no backend: ``sinks.py`` folds it into what one returns.
+# No backend makes the gradient of a sink: ``sinks.py`` does.
 _SINK = Call._fields.index("bias") + 1
 _TENSORS = (*Call._fields[:_SINK], "sink", *Call._fields[_SINK : Call._fields.index("seed") + 1])
 _MASKS = [_TENSORS.index(name) for name in MASK_TENSORS]
@@ -187,8 +171,7 @@ class AttentionFunction(torch.autograd.Function):
     @_positional("backend", "p", *_TENSORS)
     def forward(backend: str, p: Problem, *tensors: Tensor | None) -> tuple:
         inputs, own, _ = _parts(tensors)
-        *inputs, sink = inputs
-        return returned(*_forward(backend, p.with_tensors(*own), inputs, sink))
+        return returned(*registry.get(backend).forward(p.with_tensors(*own), *inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -269,7 +252,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
         # Before the others, so that what it takes meanwhile does not lie beside them.
         grad_sink = None
         if lse is not None:
-            unit = _unit(backend, p, inputs)
+            unit = registry.get(backend).shift_unit(p, inputs[_BIAS] is not None)
             grad_sink = sinks.gradient(sink, unit, out, lse, weights, stats, *upstream)
         saved = out, stats, *upstream, bias_needs_grad
         return *registry.get(backend).backward(p, *inputs, *saved), grad_sink

@@ -1,16 +1,18 @@
 """Attention sinks: one more logit a head in the softmax, without a value.
 
+    out_i = sum_j e^(s_ij) v_j / (e^sink + sum_j e^(s_ij))       lse_i = log(e^sink + e^s_i1 + ...)
+
+Every backend adds a sink to the sum of a row. A key then weighs ``e^(s_ij - lse_i)``. A backward
+pass needs no more than that of a row, so no gradient but the sink's own knows of it:
+
+    -sum_i e^(sink - lse_i) delta_i         delta_i = dO_i . O_i + sum_j W_ij dW_ij - dlse_i
+
+Results of many processes are merged before their sink counts. ``fold`` puts it into them:
+
     share = 1 / (1 + e^(sink - lse))    out' = share out    lse' = log(e^lse + e^sink)
 
 The share is made of what a backend saves of a row, ``e^lse = e^shift / factor``. A log-sum-exp
 itself is rounded, and its rounding would be that of every number of the row.
-
-Beside a sink, a key weighs ``e^(s - lse')``. A backward pass needs no more than that of a row. With
-out' and lse' in the place of out and lse, the kernels' gradients are right as they are. So every
-backend, score and mask has sinks. Backends in ``KERNELS`` add a sink to the sum of a row. The
-autograd Functions fold it into the results of other backends, at once. The gradient of the sink is
-
-    -sum_i e^(sink - lse'_i) delta_i        delta_i = dO_i . O'_i + sum_j W'_ij dW_ij - dlse'_i
 
 Dropout multiplies weights, as a share does, so their order does not matter.
 """
@@ -23,9 +25,6 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import reference, validate
-
-# Backends whose kernels take sinks: csrc/cpu/loop/args.h. ``fold`` is for all others.
-KERNELS = ("cpu",)
 
 # Numbers of a copy in float32, for each thread: docs/decisions/0028-sinks.md.
 _AT_ONCE = 2**16
@@ -44,7 +43,7 @@ def check(sink: Tensor, query: Tensor) -> None:
 def fold(
     sink: Tensor, unit: float, out: Tensor, lse: Tensor, weights: Tensor, stats: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Results of a backend, in place, beside sinks ``[H]`` or ``[B, H]``.
+    """Results of a backend without sinks, in place, beside sinks ``[H]`` or ``[B, H]``.
 
     ``unit``: the backend's ``shift_unit``. The weights are those of every head, or none. A row
     without keys has output 0, and the log-sum-exp is the sink.

@@ -46,7 +46,6 @@ struct Results {
 Results run_forward(const Operands& in, bool wants_lse, const OptTensor& sink = {}) {
   ForwardParams p{};
   fill_problem(in, &p);
-  STD_TORCH_CHECK(!sink || device::kTakesSinks, "fastattn: sink: this operator takes none");
   p.sink = sink_view(sink, p);
 
   const Tensor& q = in.q;

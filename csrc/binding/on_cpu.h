@@ -19,7 +19,6 @@ inline void set_seed(const int64_t* seed, DropoutParams* dropout) {
 }
 
 inline const char* unsupported(const AttentionParams&) { return nullptr; }
-constexpr bool kTakesSinks = true;
 
 // Requests huge pages for a result that will be written completely. malloc takes blocks of this
 // size from the system at every call. Half of the time of writing them was page faults, one for

@@ -32,7 +32,6 @@ inline void expect_writes(void*, int64_t) {}
 using cuda::backward_workspace_bytes;
 using cuda::forward_workspace_bytes;
 using cuda::unsupported;
-constexpr bool kTakesSinks = false;
 
 // Makes the device of a tensor current while it lives; kernels run on that device's current stream.
 class Current {

@@ -112,7 +112,7 @@ struct ForwardParams : AttentionParams {
   float* lse;    // [B, H, M], natural log, -inf where a row keeps no key; may be nullptr on a CPU
   float* stats;  // [B, H, M, 2], (shift, factor): weights are e^(score - unit * shift) * factor
   View weights;  // full: [B, H, M, N]; mean: [B, 1, M, N]
-  View sink;     // CPU: [B, H, M, 1], one more logit of every row, without a value; or absent
+  View sink;     // [B, H, M, 1], one more logit of every row, without a value; or absent
   void* workspace;  // forward_workspace_bytes(), 64-byte aligned
 };
 

@@ -17,11 +17,12 @@ def unsupported(p: Problem) -> list[str]:
 
 
 def forward(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See ``registry.Backend``."""
     with arguments.no_autocast(p.device.type):
-        out, lse, weights, stats = reference.forward_with_stats(p, q, k, v, w, bias)
+        out, lse, weights, stats = reference.forward_with_stats(p, q, k, v, w, bias, sink)
     out = laid_out(q, out.to(p.result_dtype))
     # No result is a view: torch refuses in-place work on views that a Function returns.
     return out.detach(), lse.detach(), weights.to(p.dtype), stats

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fastattn.problem import Problem, schemas
 from fastattn.problem.record import empty_gradient, empty_out, weights_of, weights_shape
-from fastattn.problem.schemas import Call, Saved
+from fastattn.problem.schemas import Saved
 
 # ---- the compiled libraries ----
 
@@ -104,7 +104,7 @@ def _complete(name: str, schema: str, fake: Callable | None) -> None:
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = Call(*args[: len(Call._fields)])  # a sink may follow
+    call, _ = schemas.split_forward(args)
     B, H, M, _ = call.q.shape
     N, E = call.v.shape[-2:]
     shape = weights_shape(weights_of(call.weights), B, H, M, N)
@@ -115,7 +115,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    call, saved = schemas.split(args)
+    call, saved = schemas.split_backward(args)
     B, H, _, D = call.q.shape
     grad_w = call.q.new_empty((0,) if call.w is None else (B, H, D), dtype=torch.float32)
     bias = call.bias if saved.bias_needs_grad else None
@@ -150,10 +150,10 @@ class Operators:
 
     def forward(
         self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None,
-        *sink: Tensor,
+        sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """See ``registry.Backend``."""
-        return self._forward(q, k, v, w, bias, *p.operands, *sink)
+        return self._forward(q, k, v, w, bias, *p.operands, sink)
 
     def backward(
         self,

@@ -31,15 +31,16 @@ class Backend(Protocol):
         ...
 
     def forward(
-        self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None,
+        sink: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """(out ``[B, H, M, E]``, laid out as ``record.out_dims`` says, lse, weights, stats).
 
         lse is the natural logarithm, in ``p.acc_dtype``. stats ``[B, ...]`` is what the backend's
         own backward needs for each row, (shift, factor) in ``[B, H, M, 2]``: the weight of a score
         s is ``e^(s - shift * shift_unit(p, bias is not None)) * factor``. A row without keys has
-        factor 0. The tensors are new: ``sinks.py`` writes into them.
-        Backends in ``sinks.KERNELS`` take a sink, ``[H]`` or ``[B, H]``, behind the bias.
+        factor 0. The tensors are new: ``sinks.fold`` writes into them.
+        sink: one more natural logit of every row, ``[H]`` or ``[B, H]``, which has no value.
         """
         ...
 

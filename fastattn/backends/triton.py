@@ -97,14 +97,16 @@ def _prepared() -> Callable:
 
 def launch_forward(*args: Any) -> tuple[Tensor, ...]:
     """What the forward operator does, without plans."""
-    from fastattn.kernels.host import together, tuned
+    from fastattn.kernels.host import check, together, tuned
     from fastattn.kernels.host.launch import Call
     from fastattn.kernels.loop.additive_forward import launch_additive_fwd
     from fastattn.kernels.loop.forward import launch_sdpa_fwd
 
-    call = Call.of(*args)
+    shared, sink = schemas.split_forward(args)
+    call = Call.of(*shared)
+    check.sink(call, sink)
     launch = launch_sdpa_fwd if call.w is None else launch_additive_fwd
-    return tuned.fall_back(call.q.device, lambda: together.run(lambda: launch(call)))
+    return tuned.fall_back(call.q.device, lambda: together.run(lambda: launch(call, sink)))
 
 
 def launch_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -114,7 +116,7 @@ def launch_backward(*args: Any) -> tuple[Tensor, ...]:
     from fastattn.kernels.loop.additive_backward import launch_additive_bwd
     from fastattn.kernels.loop.backward import launch_sdpa_bwd
 
-    shared, saved = schemas.split(args)
+    shared, saved = schemas.split_backward(args)
     call = Call.of(*shared)
     check.saved(call, saved)
     # Those of a block are parts of the whole's. Kernels take what belongs to rows as contiguous.

@@ -92,7 +92,7 @@ def _forward(*args: Any) -> list[Rule]:
 
 
 def _backward(*args: Any) -> list[Rule]:
-    call, saved = schemas.split(args)
+    call, saved = schemas.split_backward(args)
     rules: list[Rule] = [([Replicate()] * 5, [*_placed(call, None), *_placed(saved, None)])]
     for dim in _dims(call):
         own = Shard(dim)

@@ -293,13 +293,13 @@ def _softmax(p: Problem, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, T
         row_max = torch.maximum(row_max, sink.detach()[..., None, None])
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
     exp = torch.exp(scores - row_max)
-    total = exp.sum(-1, keepdim=True)
+    total = of_keys = exp.sum(-1, keepdim=True)
     if sink is not None:
         total = total + torch.exp(sink[..., None, None] - row_max)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     lse = (row_max + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
-    stats = torch.cat([row_max, (1 / total).masked_fill(empty, 0.0)], -1)
+    stats = torch.cat([row_max, (1 / total).masked_fill(of_keys == 0, 0.0)], -1)
     return exp / total, lse, stats
 
 

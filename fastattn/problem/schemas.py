@@ -61,7 +61,13 @@ class Saved(NamedTuple):
     bias_needs_grad: bool = False
 
 
-def split(args: tuple) -> tuple[Call, Saved]:
+def split_forward(args: tuple) -> tuple[Call, Tensor | None]:
+    """The arguments of a forward operator: the operands, and a sink if one is given."""
+    n = len(Call._fields)
+    return Call(*args[:n]), args[n] if len(args) > n else None
+
+
+def split_backward(args: tuple) -> tuple[Call, Saved]:
     """The arguments of a backward operator."""
     n = len(Call._fields)
     return Call(*args[:n]), Saved(*args[n:])
@@ -106,7 +112,7 @@ def struct(name: str, record: type[NamedTuple]) -> str:
     )
 
 
-# A sink [H] or [B, H] is one more logit of every row, without a value. Only the CPU takes any.
+# A sink [H] or [B, H] is one more logit of every row, without a value.
 _FORWARD = (
     f"({operands(Call)}, Tensor? sink=None) "
     "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"

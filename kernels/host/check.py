@@ -40,6 +40,15 @@ def operands(call: schemas.Call) -> None:
     _on_one_device(q, *call[1:9])
 
 
+def sink(call: schemas.Call, given: Tensor | None) -> None:
+    """The same of what forward gets besides."""
+    if given is None:
+        return
+    B, H = call.q.shape[:2]
+    _expect("sink", given, (B, H) if given.dim() == 2 else (H,))
+    _on_one_device(call.q, given)
+
+
 def saved(call: schemas.Call, given: schemas.Saved) -> None:
     """The same of what backward gets besides."""
     (B, H, M, _), N, E = call.q.shape, call.k.shape[2], call.v.shape[3]

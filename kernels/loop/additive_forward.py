@@ -25,6 +25,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..host.config import padded
 from ..host.launch import Call, spec
@@ -223,12 +224,12 @@ STEP = 4096  # numbers of K that a program of a row holds at a time
 KEPT_BYTES = 1 << 28  # at most, of scores that are kept for returned weights (0030)
 
 
-def launch_additive_fwd(call: Call):
+def launch_additive_fwd(call: Call, sink: Tensor | None = None):
     """(out, lse, weights, stats) of the forward operator, for the gaussian score too."""
     terms = few_terms(call)
     if call.weights and terms.e_ptr is not None and 4 * math.prod(call.shape) <= KEPT_BYTES:
         terms = DOT_PRODUCT._replace(w_ptr=scores_in_memory(call, terms, "tile"))
-    return launch_sdpa_fwd(call, terms)
+    return launch_sdpa_fwd(call, sink, terms)
 
 
 def few_terms(call: Call, finite: bool = False) -> Terms:

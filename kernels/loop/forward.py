@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..host.launch import (
     FEW_QUERIES,
@@ -51,6 +52,7 @@ from ..tile.softmax import (
     weights_of,
 )
 from ..tile.strided import (
+    ABSENT,
     EXACT_SLICE,
     VARYING,
     Dims,
@@ -61,6 +63,7 @@ from ..tile.strided import (
     load_tile,
     place,
     row_numbers,
+    row_offsets,
     row_ptrs,
     store_tile,
     view,
@@ -132,8 +135,8 @@ def attend(
 
 @triton.jit(do_not_specialize=VARYING)
 def sdpa_fwd_kernel(
-    q, k, v, terms, bias, out, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, mask, lists, drop,
-    scale, H, group, M, N, spec,
+    q, k, v, terms, bias, sink, out, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, mask, lists,
+    drop, scale, H, group, M, N, spec,
 ):  # fmt: skip
     dims = Dims(H, group, M, N)
     partial = Partial(acc_ptr, part_ptr, chunks)
@@ -185,14 +188,20 @@ def sdpa_fwd_kernel(
     if partial.chunks is not None:
         store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec)
     else:
-        factor = finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m)
+        factor = finish_rows(
+            m_i, l_i, sink, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m
+        )
         store_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, acc * factor[:, None])
 
 
 @triton.jit
-def finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m):
+def finish_rows(m_i, l_i, sink, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m):
     """Stores log-sum-exp and stats of rows; returns what O is multiplied by."""
-    shift, factor, lse = softmax_finish(m_i, l_i, unit_of(scale, spec))
+    of_row = None
+    if sink.ptr is not None:
+        ptrs = head_ptr(sink, b, h) + row_offsets(sink, offs_m)
+        of_row = tl.load(ptrs, mask=offs_m < dims.M, other=0.0).to(tl.float32)
+    shift, factor, lse = softmax_finish(m_i, l_i, of_row, unit_of(scale, spec))
     tl.store(row_ptrs(lse_ptr, b, h, dims.H, offs_m, dims.M), lse, mask=offs_m < dims.M)
     store_stats(stats_ptr, b, h, dims.H, offs_m, dims.M, shift, factor)
     if drop.seed_ptr is not None:
@@ -214,7 +223,7 @@ def store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec):
 
 @triton.jit(do_not_specialize=VARYING)
 def sdpa_merge_kernel(
-    out, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, drop, scale, H, group, M, N, spec,
+    out, sink, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, drop, scale, H, group, M, N, spec,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """One row: its chunks side by side, at least as many as there are."""
@@ -235,7 +244,7 @@ def sdpa_merge_kernel(
     acc = tl.load(ptrs, mask=there[:, None] & (offs_e < spec.E)[None, :], other=0.0)
     acc = tl.sum(acc * alpha[:, None], 0)
     m_i, l_i = m_i + tl.zeros((1,), tl.float32), l_i + tl.zeros((1,), tl.float32)
-    factor = finish_rows(m_i, l_i, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m)
+    factor = finish_rows(m_i, l_i, sink, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m)
     rows = acc[None, :] * factor[:, None]
     store_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, rows)
 
@@ -280,7 +289,7 @@ def sdpa_weights_kernel(
 # ---- launchers ----
 
 
-def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
+def launch_sdpa_fwd(call: Call, sink: Tensor | None = None, terms: Terms = DOT_PRODUCT):
     """(out, lse, weights, stats) of the forward operator."""
     out, lse, weights, stats = empty_forward(call)
     if lse.numel() == 0:
@@ -292,17 +301,25 @@ def launch_sdpa_fwd(call: Call, terms: Terms = DOT_PRODUCT):
     mask, drop = mask_args(call), call.dropout
     chunks = chunks_of(M, N)
     partial = new_partial(call) if chunks > 1 else WHOLE
-    rows = view(as_rows(out, call))
+    rows, of_rows = view(as_rows(out, call)), sink_view(sink, call)
     launch(sdpa_fwd_kernel, triton.cdiv(M, block_m) * chunks * B * H)(
-        view(call.q), view(call.k), view(call.v), terms, bias_view(call), rows,
-        lse, stats, *partial, mask, block_lists(call, mask, block_m, block_n), drop,
+        view(call.q), view(call.k), view(call.v), terms, bias_view(call), of_rows,
+        rows, lse, stats, *partial, mask, block_lists(call, mask, block_m, block_n), drop,
         call.logit_scale, *call.dims, shape, **options,
     )  # fmt: skip
     if chunks > 1:
-        launch_merge(call, rows, lse, stats, partial, drop, shape)
+        launch_merge(call, rows, of_rows, lse, stats, partial, drop, shape)
     if call.weights_mode != "none" and N:
         launch_weights(call, terms, mask, stats, per_head_weights(call, weights))
     return out, lse, weights, stats
+
+
+def sink_view(sink: Tensor | None, call: Call) -> View:
+    """Sinks [H] or [B, H] as numbers of rows, with the heads and rows that ``call`` has."""
+    if sink is None:
+        return ABSENT
+    heads = sink.expand(call.B, sink.shape[-1])[..., None, None]
+    return view(as_rows(heads, call), (*call.shape[:3], 1))
 
 
 def new_partial(call: Call) -> Partial:
@@ -313,10 +330,12 @@ def new_partial(call: Call) -> Partial:
     return Partial(*(call.q.new_empty(size, dtype=torch.float32) for size in sizes), chunks)
 
 
-def launch_merge(call: Call, out: View, lse, stats, partial: Partial, drop, shape) -> None:
+def launch_merge(
+    call: Call, out: View, sink: View, lse, stats, partial: Partial, drop, shape
+) -> None:
     """Merges the chunks of every row into out, lse and stats."""
     launch(sdpa_merge_kernel, call.B * call.H * call.M)(
-        out, lse, stats, *partial, drop, call.logit_scale, *call.dims, shape,
+        out, sink, lse, stats, *partial, drop, call.logit_scale, *call.dims, shape,
         CHUNKS=slots_of(partial.chunks),
     )  # fmt: skip
 

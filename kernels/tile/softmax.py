@@ -47,13 +47,45 @@ def softmax_step(s, m_i, l_i, unit):
 
 
 @triton.jit
-def softmax_finish(m_i, l_i, unit):
-    """(shift, factor, natural log-sum-exp): 0, 0 and -inf where a row met no key."""
+def softmax_finish(m_i, l_i, sink, unit):
+    """(shift, factor, natural log-sum-exp): 0, 0 and -inf where a row met no key.
+
+    ``sink``: one more natural logit of every row, or None. It is the log-sum-exp of an empty row.
+    """
     empty = l_i == 0.0
     l_safe = tl.where(empty, 1.0, l_i)
-    lse = tl.where(empty, float("-inf"), m_i * (unit * LN2) + tl.log(l_safe))
     shift = tl.where(m_i == float("-inf"), 0.0, m_i)
-    return shift, tl.where(empty, 0.0, 1.0 / l_safe), lse
+    if sink is None:
+        factor, lse = 1.0 / l_safe, m_i * (unit * LN2) + tl.log(l_safe)
+        none = float("-inf")
+    else:
+        factor, lse = finish_beside(sink, shift, l_safe, unit * LN2)
+        none = sink
+    return shift, tl.where(empty, 0.0, factor), tl.where(empty, none, lse)
+
+
+@triton.jit
+def finish_beside(sink, shift, l_i, natural):
+    """(factor, log-sum-exp) of l' = l + e^(sink - shift); a shift of 1 is ``natural``.
+
+    The larger of both powers stays 1, so neither one overflows. Their difference is float64: its
+    rounding would be that of every number of the row.
+    """
+    above = sink.to(tl.float64) - shift.to(tl.float64) * natural
+    is_above = above > 0.0
+    less = exp_minus(tl.abs(above))
+    of_keys = tl.where(is_above, less, 1.0)
+    total = tl.fma(of_keys, l_i, tl.where(is_above, 1.0, less))
+    log = tl.log(total)
+    return of_keys / total, tl.where(is_above, sink + log, tl.fma(shift, natural, log))
+
+
+@triton.jit
+def exp_minus(x):
+    """e^-x in float32 of float64 x >= 0."""
+    x = tl.minimum(x, 200.0, propagate_nan=tl.PropagateNan.ALL)  # whose result is 0
+    whole = tl.floor(x * LOG2E)
+    return tl.exp2(-whole.to(tl.float32)) * tl.exp((whole * LN2 - x).to(tl.float32))
 
 
 @triton.jit

@@ -6,4 +6,5 @@ from properties.empty_rows import *  # noqa: F403
 from properties.extremes import *  # noqa: F403
 from properties.garbage import *  # noqa: F403
 from properties.long_sums import *  # noqa: F403
+from properties.sinks import *  # noqa: F403
 from properties.strides import *  # noqa: F403

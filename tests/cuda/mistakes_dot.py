@@ -133,6 +133,18 @@ DOT = [
         "test_corner", "dot/backward.cu",
     ),
     of_file(
+        "sinks: that of the first head", "tile/softmax.cuh", "offset_of(p.sink, b, h, 0, 0)",
+        "offset_of(p.sink, b, 0, 0, 0)", "test_sinks", "dot/forward.cu",
+    ),
+    of_file(
+        "sinks: nothing in a row without keys", "tile/softmax.cuh", "return {0.f, sink};",
+        "return {0.f, -kInfinity};", "test_sinks", "dot/forward.cu",
+    ),
+    of_file(
+        "sinks: that of the first sample in a merged row", "tile/merge.cu",
+        "write_row(p, b, h, number,", "write_row(p, 0, h, number,", "test_sinks",
+    ),
+    of_file(
         "delta: the columns of another lane", "dot/backward.cu",
         "const int first = lane() % kQuad * kChunk;", "const int first = lane() % 2 * kChunk;",
         "test_corner",

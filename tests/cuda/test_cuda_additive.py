@@ -51,6 +51,10 @@ from properties.garbage import (  # noqa: F401
     test_queries_without_keys_reach_nothing,
 )
 from properties.long_sums import LONG, assert_long_sums
+from properties.sinks import (  # noqa: F401
+    test_sinks_far_above_and_below_every_score,
+    test_sinks_of_samples_and_of_any_strides,
+)
 from properties.strides import (  # noqa: F401
     far_storage,
     test_each_tensor_in_a_layout_of_its_own,

@@ -11,7 +11,7 @@ import host_build
 import pytest
 import shim_backend
 import torch
-from properties import large_logits
+from properties import large_logits, sinks
 from properties.extremes import (  # noqa: F401, of both scores
     test_a_scale_below_the_numbers_of_float32,
     test_a_scale_far_above_the_softcap,
@@ -19,7 +19,6 @@ from properties.extremes import (  # noqa: F401, of both scores
 )
 
 from fastattn import Mask, scaled_dot_product_attention, testing
-from fastattn.problem.schemas import Call
 from fastattn.testing import GRID, Case
 
 pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
@@ -182,8 +181,7 @@ def test_a_large_bias_in_a_whole_row(backend):
     assert out.isfinite().all()
 
 
-def test_the_operator_takes_no_sinks(backend):
-    """What the kernels leave out must not be left out in silence."""
-    q = torch.randn(1, 2, 20, 8).half()
-    with pytest.raises(RuntimeError, match="fastattn: sink: this operator takes none"):
-        torch.ops.fastattn.cuda_forward(*Call(q, q, q), sink=torch.zeros(2))
+@pytest.mark.parametrize("M", [1, 6, 40])
+def test_sinks(M, backend):
+    sinks.test_sinks_far_above_and_below_every_score("dot", M, torch.float16, backend)
+    sinks.test_sinks_of_samples_and_of_any_strides("dot", M, backend)

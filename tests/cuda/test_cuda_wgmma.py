@@ -39,9 +39,7 @@ def passes(monkeypatch, backend):
     def recorded(name, function):
         def call(*arguments):
             results = function(*arguments)
-            # Copies: a sink is folded into what is returned.
-            copies = tuple(x if x is None else x.clone() for x in results)
-            found.append((name, arguments, copies))
+            found.append((name, arguments, results))
             return results
 
         monkeypatch.setattr(cuda, name, call)

@@ -109,6 +109,7 @@ void forward() {
   ForwardParams p{};
   const Parallel parallel = threads(number());
   read_problem(&p);
+  p.sink = tensor();
   p.out = result(p.B, p.H, p.M, p.E, p.q.dtype);
   p.lse = rows(p.B, p.H, p.M, 1);
   if (p.weights_mode == WeightsMode::kFull) p.weights = result(p.B, p.H, p.M, p.N, p.q.dtype);

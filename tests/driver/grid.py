@@ -143,6 +143,9 @@ class Driver:
             ]
         )
 
+    def _sink(self, x) -> bytes:
+        return encode(x, *((1,) if x is None or x.dim() == 1 else (0, 1)))
+
     def _run(self, call: bytes, *results: tuple[tuple[int, ...], torch.dtype]):
         """The results, with these shapes and dtypes; None for a result without a shape."""
         given, found = self.folder / "problem", self.folder / "results"
@@ -162,9 +165,9 @@ class Driver:
         assert begin == len(content)
         return tensors
 
-    def forward(self, p, q, k, v, w, bias):
+    def forward(self, p, q, k, v, w, bias, sink=None):
         out, lse, weights, stats = self._run(
-            numbers(0, THREADS) + self._problem(p, q, k, v, w, bias),
+            numbers(0, THREADS) + self._problem(p, q, k, v, w, bias) + self._sink(sink),
             ((p.B, p.H, p.M, p.E), p.dtype),
             ((p.B, p.H, p.M), torch.float32),
             (p.weights_shape(), p.dtype),

@@ -35,57 +35,6 @@ def test_the_gradient_of_a_sink_of_any_weight(logit):
     testing.assert_within_budget(found, peer, gradient(plain, torch.float64))
 
 
-EXACT = {  # logits near `top`, all of which are numbers of float32, and sinks around
-    "score": dict(top=64.0),
-    "biased": dict(top=64.0, bias=torch.tensor(-128.0)),
-    "softcap": dict(top=900.0, softcap=30.0),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("above", [-95.0, -60.0, -4.0, 0.0, 6.0, 60.0, 95.0])
-@pytest.mark.parametrize("kind", EXACT)
-def test_a_sink_adds_no_rounding_of_the_log_sum_exp(kind, above, backend):
-    """A log-sum-exp near 64 is known to 4e-6, and so is a share that is made of it."""
-    options = EXACT[kind] | dict(scale=0.25)
-    top, bias, cap = options.pop("top"), options.get("bias"), options.get("softcap")
-    q, k = (torch.randint(-3, 4, (1, 2, n, 16)).float() for n in (3, 50))
-    q[..., 0] = k[..., 0] = 2 * math.sqrt(top)
-    v = torch.rand(1, 2, 50, 4)
-    middle = cap if cap else top if bias is None else top + bias.item()
-
-    def plain(sink):
-        s = q.to(sink) @ k.to(sink).mT / 4
-        s = cap * torch.tanh(s / cap) if cap else s if bias is None else s + bias
-        s = torch.cat([s, sink[:, None, None].expand(1, 2, 3, 1)], -1)
-        return torch.softmax(s, -1)[..., :-1] @ v.to(sink)
-
-    def ours(sink):
-        call = fastattn.scaled_dot_product_attention
-        return call(q, k, v, sink=sink, backend=backend, **options)
-
-    def results(function, dtype):
-        sink = torch.tensor([middle, middle + 1], dtype=dtype).add_(above).requires_grad_()
-        out = function(sink)
-        return {"out": out.detach(), "grad": torch.autograd.grad(out.sum(), sink)[0]}
-
-    found, peer = (results(f, torch.float32) for f in (ours, plain))
-    for name, truth in results(plain, torch.float64).items():
-        testing.assert_within_budget(found[name], peer[name], truth, name)
-
-
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("M", [1, 6])
-def test_sinks_far_above_and_below_every_score(M, dtype, backend):
-    """Nothing overflows, and nothing but the head's own sink matters to it."""
-    case = Case("far", H=4, M=M, N=37, kv_len="rows", weights="full", lse=True, sink=0.0,
-                dtype=dtype)  # fmt: skip
-    sink = torch.tensor([6e4, 60.0, -60.0, -math.inf], dtype=dtype)
-    t = dataclasses.replace(testing.make(case), sink=sink)
-    testing.oracle(case, t).check(case, testing.run(case, t, backend))
-
-
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("upstream", [2e-5, 3e3])
 def test_gradients_whose_products_no_half_type_has(upstream, backend):

@@ -144,19 +144,20 @@ def rounded_exponents(ptx: str) -> tuple[int, int]:
     """(exponentials, how many of them have a difference, or a multiple of one, as argument).
 
     A multiply-add that absorbed the difference does not count: c s - m, without rounding the
-    product.
+    product. In float64, as a sink has it, its rounding does not matter.
     """
     made = {
-        name: (operation.split(".")[0], re.findall(r"%\w+", operands))
+        name: (operation, re.findall(r"%\w+", operands))
         for operation, name, operands in re.findall(
             r"^\s+([a-z][\w.]*)\s+(%\w+), ([^;]*);", ptx, re.MULTILINE
         )
     }
 
     def is_difference(name: str) -> bool:
-        operation, operands = made.get(name, ("", []))
-        factors = {"mul": operands, "fma": operands[:2], "min": operands[:1]}
-        return operation == "sub" or any(map(is_difference, factors.get(operation, [])))
+        full, operands = made.get(name, ("", []))
+        factors = {"mul": operands, "fma": operands[:2], "min": operands[:1], "neg": operands}
+        exact = full.startswith("sub.") or full.endswith(".f64")
+        return exact or any(map(is_difference, factors.get(full.split(".")[0], [])))
 
     arguments = re.findall(r"ex2\.approx[\w.]*\s+%\w+, (%\w+);", ptx)
     return len(arguments), sum(map(is_difference, arguments))
@@ -191,9 +192,9 @@ def call(dtype, D, score, *, B=2, H=4, Hkv=4, M=1024, N=1024, causal=False, **fe
 
 # The features whose code is largest: what compiles with all of them compiles with some of them.
 # A plain and a rich problem use every row between them, but those for few queries.
-MASKED = dict(causal=True, kv_len=(2, 1024), kv_begin=(2, 1024), keep=(2, 1, 1024, 1024))
+MASKED = dict(causal=True, kv_len=(2, 1024), kv_begin=(2, 1024), keep=(2, 1, 1024, 1024), sink=True)
 MORE = dict(Hkv=2, dropout_p=0.1, bias=(2, 4, 1024, 1024), weights="full")
-DECODE = dict(M=1, N=4096, kv_len=(2, 1), keep=(2, 1, 1, 4096))
+DECODE = dict(M=1, N=4096, kv_len=(2, 1), keep=(2, 1, 1, 4096), sink=True)
 PROBLEMS = {
     "plain": MASKED,
     "rich": MASKED | MORE,
@@ -220,7 +221,8 @@ OTHERS = {"dot": CURVED | SINGLE, "additive": FEW, "gaussian": {}}
 
 def compile_problem(dtype, head_size: int, score: str, features: dict) -> None:
     """Forward and backward of one problem."""
-    run_problem(call(dtype, head_size, score, **features))
+    problem = call(dtype, head_size, score, **features)
+    run_problem(problem, torch.empty(problem.H, device="meta") if features.get("sink") else None)
 
 
 def launchers(call):
@@ -235,7 +237,7 @@ def launchers(call):
     return launch_additive_fwd, launch_additive_bwd
 
 
-def run_problem(problem) -> None:
+def run_problem(problem, sink=None) -> None:
     """Launches forward and backward."""
     from fastattn.kernels.host.launch import Saved, empty_forward
     from fastattn.kernels.loop import additive_forward
@@ -243,8 +245,8 @@ def run_problem(problem) -> None:
     forward, backward = launchers(problem)
     if problem.w is not None and problem.weights_mode != "none":
         with unittest.mock.patch.object(additive_forward, "KEPT_BYTES", 0):
-            forward(problem)  # with scores that are computed again
-    forward(problem)
+            forward(problem, sink)  # with scores that are computed again
+    forward(problem, sink)
     out, _, weights, stats = empty_forward(problem)
     grad_weights = None if problem.weights_mode == "none" else weights
     grad_out, biased = torch.empty_like(out), problem.bias is not None
@@ -301,7 +303,7 @@ def launch_case(case) -> None:
     )[:6]  # fmt: skip
     call = Call.of(*map(meta, (*tensors, *p.operands)))
     forward, backward = launchers(call)
-    forward(call)
+    forward(call, meta(t.sink))
     out, lse, _, stats = empty_forward(call)
     saved = Saved(
         out, stats, meta(t.grad_out), lse if case.lse else None, meta(t.grad_weights),

@@ -31,11 +31,12 @@ def operands(case) -> tuple[tuple, tuple]:
         case.score, t.q, t.k, t.v, t.w, mask=t.mask, bias=testing.given_bias(case, t.bias),
         enable_gqa=True, dropout_p=case.dropout_p, seed=1, return_weights=case.weights,
     )[:6]  # fmt: skip
-    forward = (*tensors, *p.operands)
+    both = (*tensors, *p.operands)
+    forward = (*both, t.sink)
     out, lse, _, stats = backend.launch_forward(*forward)
     biased = t.bias is not None and case.bias_grad
     grads = t.grad_out, lse if case.lse else None, t.grad_weights
-    return forward, (*forward, out, stats, *grads, biased)
+    return forward, (*both, out, stats, *grads, biased)
 
 
 def moved(args: tuple, place: int, elements: int) -> tuple:
@@ -59,7 +60,7 @@ def first_sample(args: tuple) -> tuple:
     """The same of one sample, with the strides of all."""
 
     def cut(n: int, x):
-        whole = not isinstance(x, torch.Tensor) or x.dim() == 0 or (n == W and x.dim() == 2)
+        whole = not isinstance(x, torch.Tensor) or x.dim() < 2 or (n == W and x.dim() == 2)
         return x if whole else x[:1]
 
     return tuple(cut(n, x) for n, x in enumerate(args))
@@ -77,6 +78,7 @@ def rescaled(args: tuple) -> tuple:
 
 
 W, BIAS, KEEP, SCALE = map(Call._fields.index, ("w", "bias", "keep", "scale"))
+SINK = len(Call._fields)  # of the forward operator alone
 VARIANTS = {
     "one tensor": twice,  # first: its plan must suit others
     "": lambda args: args,
@@ -84,6 +86,7 @@ VARIANTS = {
     "v moved by 16 bytes": lambda args: moved(args, 2, 8),
     "bias moved": lambda args: moved(args, BIAS, 2),
     "mask moved": lambda args: moved(args, KEEP, 1),
+    "sink moved": lambda args: moved(args, SINK, 1),
     "first sample": first_sample,
     "wide rows": wide_rows,
     "rescaled": rescaled,

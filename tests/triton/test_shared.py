@@ -27,6 +27,11 @@ from properties.garbage import (  # noqa: F401
     test_nan_or_infinity_in_a_value_reaches_its_column_in_the_rows_that_keep_it,
     test_nan_upstream_stays_in_its_row,
 )
+from properties.sinks import (  # noqa: F401
+    test_a_sink_adds_no_rounding_of_the_log_sum_exp,
+    test_sinks_far_above_and_below_every_score,
+    test_sinks_of_samples_and_of_any_strides,
+)
 
 from fastattn.kernels.loop import additive_backward
 from fastattn.problem.schemas import Call, Saved

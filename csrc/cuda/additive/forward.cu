@@ -138,7 +138,7 @@ FASTATTN_DEVICE void write_states(const ForwardArgs& a, const Place& at, const V
     const bool writer = is_row_writer() && row < at.rows;
     float factor = 1.f;
     if (a.plan.chunks == 1) {
-      factor = write_row(p, row_number(p, at, r), states.m[row], states.l[row], writer);
+      factor = write_row(p, at.b, at.h, row_number(p, at, r), states.m[row], states.l[row], writer);
     } else if (writer) {
       const int64_t offset = offset_of(to, at.b, at.h, at.i0 + row, p.E);
       store_as<DType::kFloat32>(to.data, offset, states.m[row]);

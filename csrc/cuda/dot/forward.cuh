@@ -63,7 +63,7 @@ FASTATTN_DEVICE void write_rows(const ForwardParams& p, const Place& at, const S
     const float l = lanes_sum(state.l[half], kQuad);
     const int64_t number = query_number(p, at, row);
     const bool writer = lane() % kQuad == 0 && row < at.rows;
-    factors[half] = write_row(p, number, state.m[half], l, writer);
+    factors[half] = write_row(p, at.b, at.h, number, state.m[half], l, writer);
   }
   store_sums<kType, kDim>(p.out, offset_of(p.out, at.b, at.h, at.i0, 0), at.rows, p.E, factors, o);
 }

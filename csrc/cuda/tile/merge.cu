@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 
   float l = 0.f;
   for (int64_t n = 0; n < a.parts; ++n) l += factors[n] * parts[n * stride + p.E + 1];
-  const float factor = write_row(p, number, m, l, thread() == 0);
   uint32_t row = blockIdx.x;
   const int64_t i = take_digit(&row, p.M), h = take_digit(&row, p.H), b = row;
+  const float factor = write_row(p, b, h, number, m, l, thread() == 0);
   for (int64_t e = thread(); e < p.E; e += kThreads) {
     float sum = 0.f;
     for (int64_t n = 0; n < a.parts; ++n) sum += factors[n] * parts[n * stride + e];

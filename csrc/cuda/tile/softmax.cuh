@@ -95,12 +95,43 @@ FASTATTN_DEVICE void softmax_step(const AttentionParams& p, float unit, const Pl
   drop(p, surviving_bits<FragmentLayout>(p, at), s);
 }
 
-// Writes lse (for users) and stats (for backward) of row n. Returns the factor of the row's sums.
-FASTATTN_DEVICE float write_row(const ForwardParams& p, int64_t n, float m, float l, bool writer) {
-  const bool empty = l == 0.f;
-  const float shift = finite_max(m), factor = empty ? 0.f : 1.f / l;
+// What is known of a row at its end: 1 / l, and the log-sum-exp.
+struct RowEnd {
+  float factor, lse;
+};
+
+// e^-x of x >= 0.
+FASTATTN_DEVICE float exp_minus(double x) {
+  constexpr double kMost = 200., kLn2 = 0.6931471805599453;  // e^-200 is 0
+  x = x > kMost ? kMost : x;                                 // NaN stays NaN
+  const double whole = floor(x * kLog2e);
+  return exp2f(static_cast<float>(-whole)) * expf(static_cast<float>(whole * kLn2 - x));
+}
+
+// Beside a sink, l' = l + e^(sink - shift). The larger of both powers stays 1, so neither one
+// overflows. Their difference is a double: its rounding would be that of every number of the row.
+// A row without keys keeps a factor of 0.
+FASTATTN_DEVICE RowEnd end_beside(float sink, float shift, float natural, float l) {
+  const double above = sink - static_cast<double>(shift) * natural;
+  const float less = exp_minus(fabs(above));
+  const float of_keys = above > 0. ? less : 1.f, of_sink = above > 0. ? 1.f : less;
+  const float sum = fmaf(of_keys, l, of_sink), log = logf(sum);
+  if (l == 0.f) return {0.f, sink};
+  return {of_keys / sum, above > 0. ? sink + log : fmaf(shift, natural, log)};
+}
+
+// Writes lse (for users) and stats (for backward) of row n, one of head h of sample b. Returns the
+// factor of the row's sums.
+FASTATTN_DEVICE float write_row(const ForwardParams& p, int64_t b, int64_t h, int64_t n, float m,
+                                float l, bool writer) {
+  const float shift = finite_max(m), natural = natural_of_logit(p);
+  RowEnd end = {1.f / l, fmaf(shift, natural, logf(l))};
+  if (l == 0.f) end = {0.f, -kInfinity};
+  if (p.sink.data != nullptr)
+    end = end_beside(load_element(p.sink, offset_of(p.sink, b, h, 0, 0)), shift, natural, l);
+  const float factor = end.factor;
   if (writer) {
-    p.lse[n] = empty ? -kInfinity : fmaf(shift, natural_of_logit(p), logf(l));
+    p.lse[n] = end.lse;
     p.stats[2 * n] = shift;
     p.stats[2 * n + 1] = factor;
   }
