@@ -20,13 +20,14 @@ Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattn.problem import Mask, Origin, Problem, relative
+from fastattn.problem import Mask, Origin, Problem, arguments, relative
 from fastattn.problem.mask import LIMITS
 
 
@@ -64,6 +65,52 @@ class Part(NamedTuple):
 def whole(p: Problem) -> Cut:
     """The block that is all of a problem."""
     return Cut((0, p.B), (0, p.H), (0, p.M), (0, p.N))
+
+
+def by_rows(p: Problem, numbers: int) -> list[Cut]:
+    """Blocks of rows, each with the keys that they may keep, whose matrices have so many numbers.
+
+    A matrix is over pairs, times D but for the dot product. A mean of weights keeps all heads
+    together.
+    """
+    group, each = max(1, p.H // max(1, p.Hkv)), p.N * (1 if p.score == "dot" else p.D)
+    if p.B * p.H * p.M * each <= numbers:
+        return [whole(p)]
+    together = p.H if p.weights == "mean" else 1
+    fits = max(1, numbers // each)  # rows of a head
+    rows = max(1, min(p.M, _ROWS, fits // together))
+    heads = max(together, min(p.H, fits // rows))
+    if heads < group:  # those of a block share a key head, or are whole groups
+        heads = max(n for n in range(1, heads + 1) if group % n == 0)
+    heads -= heads % group if heads > group else 0
+    samples = max(1, fits // (rows * heads)) if heads == p.H else 1
+    sizes = (p.B, samples), (p.H, heads), (p.M, rows)
+    pieces = itertools.product(*(_pieces(*size) for size in sizes))
+    return [Cut(b, h, i, _keys_of(p, b, i)) for b, h, i in pieces]
+
+
+_ROWS = 128  # of a block: with more, the last rows of a causal block keep keys that others do not
+
+
+def _pieces(size: int, each: int) -> list[tuple[int, int]]:
+    return [(first, min(size, first + each)) for first in range(0, size, each)]
+
+
+def _keys_of(p: Problem, b: tuple[int, int], i: tuple[int, int]) -> tuple[int, int]:
+    """From the first to the last key that some of these rows may keep. Dropout counts 4 at a time.
+
+    Limits are read only where nothing waits for that.
+    """
+    lo, hi = p.band()
+    first: Any = p.mask.kv_begin
+    last: Any = p.mask.kv_len
+    begin, end = 0 if lo is None else max(0, i[0] + lo), p.N if hi is None else i[1] + hi
+    if first is not None and arguments.can_read(first):
+        begin = max(begin, int(_slice_if(first, b, i).min()))
+    if last is not None and arguments.can_read(last):
+        end = min(end, int(_slice_if(last, b, i).max()))
+    end = max(0, min(end, p.N))
+    return min(begin, end) // 4 * 4, end
 
 
 def block_of(p: Problem, cut: Cut) -> Problem:
@@ -127,6 +174,16 @@ def rows_of(x: Tensor, cut: Cut) -> Tensor:
 def pairs_of(x: Tensor, cut: Cut) -> Tensor:
     """The part of what belongs to pairs, ``[B, H, M, N]``."""
     return _slice(x, *cut)
+
+
+def weights_of(p: Problem, x: Tensor, cut: Cut) -> Tensor:
+    """The part of returned weights, or of their gradient. A mean is over the heads of a block."""
+    return _slice(x, cut.b, cut.i, cut.j) if p.weights == "mean" else pairs_of(x, cut)
+
+
+def of_heads(x: Tensor, cut: Cut) -> Tensor:
+    """The part of what belongs to heads: ``[H, ...]``, or of every sample ``[B, H]``."""
+    return _slice(x, cut.h) if x.dim() == 1 else _slice(x, cut.b, cut.h)
 
 
 def _slice(x: Tensor, *dims: tuple[int, int]) -> Tensor:

@@ -1,14 +1,27 @@
-"""Plain PyTorch: any device and float dtype. Memory: M * N, times D but for the dot product."""
+"""Plain PyTorch: any device and float dtype, some rows and heads at a time.
+
+``problem/reference.py`` has the formulas. They write out every pair, times D but for the dot
+product. So a large problem is cut into blocks of rows, each with the keys that its rows may keep.
+Compiled code is one block, and so is all else that has no memory of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fastattn import blocks
+from fastattn.blocks import Cut
 from fastattn.problem import Problem, arguments, reference
-from fastattn.problem.record import laid_out
+from fastattn.problem.record import empty_out, laid_out
 from fastattn.problem.schemas import Saved
+
+# Numbers of a matrix of a block: on a CPU of each thread, so that it stays in the L2 cache.
+_NUMBERS_OF_THREAD = 2**18
+_NUMBERS = 2**26
 
 
 def unsupported(p: Problem) -> list[str]:
@@ -21,11 +34,24 @@ def forward(
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See ``registry.Backend``."""
+    cuts = _cuts(p, q)
     with arguments.no_autocast(p.device.type):
-        out, lse, weights, stats = reference.forward_with_stats(p, q, k, v, w, bias, sink)
-    out = laid_out(q, out.to(p.result_dtype))
-    # No result is a view: torch refuses in-place work on views that a Function returns.
-    return out.detach(), lse.detach(), weights.to(p.dtype), stats
+        if len(cuts) == 1:
+            out, lse, weights, stats = reference.forward_with_stats(p, q, k, v, w, bias, sink)
+            out = laid_out(q, out.to(p.result_dtype))
+            # No result is a view: torch refuses in-place work on views that a Function returns.
+            return out.detach(), lse.detach(), weights.to(p.dtype), stats
+        out, rows = empty_out(q, p.E, p.result_dtype), (p.B, p.H, p.M)
+        lse, stats = (q.new_empty(*rows, *end, dtype=p.acc_dtype) for end in ((), (2,)))
+        weights = q.new_zeros(p.weights_shape())
+        for cut, block, tensors in _each(p, cuts, q, k, v, w, bias):
+            own = None if sink is None else blocks.of_heads(sink, cut)
+            part = reference.forward_with_stats(block, *tensors, sink=own)
+            for whole, x in ((out, part[0]), (lse, part[1]), (stats, part[3])):
+                blocks.rows_of(whole, cut).copy_(x)
+            if p.weights != "none":
+                blocks.weights_of(p, weights, cut).copy_(part[2])
+    return out, lse, weights, stats
 
 
 def shift_unit(p: Problem, biased: bool) -> float:
@@ -37,15 +63,60 @@ def backward(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None, *saved: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See ``registry.Backend``."""
-    given = Saved(*saved)
+    given, cuts = Saved(*saved), _cuts(p, q)
+    compute = _backward if len(cuts) == 1 else _sums
     with arguments.no_autocast(p.device.type):
-        grad_q, grad_k, grad_v, grad_w, grad_bias, _ = reference.backward(
-            p, q, k, v, w, bias, None, given.grad_out, given.grad_lse, given.grad_weights,
-            given.out, given.stats,
-        )  # fmt: skip
-    if bias is None or grad_bias is None or not given.bias_needs_grad:
-        grad_bias = None
-    else:
-        grad_bias = grad_bias.to(bias.dtype)
+        grads = compute(p, (q, k, v, w, bias), given, cuts)
+    grad_q, grad_k, grad_v, grad_w, grad_bias = grads
     grad_q, grad_k, grad_v = (grad.to(p.result_dtype) for grad in (grad_q, grad_k, grad_v))
-    return grad_q, grad_k, grad_v, grad_w, grad_bias
+    if bias is None or not given.bias_needs_grad:
+        return grad_q, grad_k, grad_v, grad_w, None
+    return grad_q, grad_k, grad_v, grad_w, grad_bias.to(bias.dtype)
+
+
+def _backward(p: Problem, inputs: tuple[Any, ...], given: Saved, _: Any = None) -> tuple[Any, ...]:
+    """Gradients of the inputs, in ``p.acc_dtype``."""
+    return reference.backward(
+        p, *inputs, sink=None, grad_out=given.grad_out, grad_lse=given.grad_lse,
+        grad_weights=given.grad_weights, out=given.out, stats=given.stats,
+    )[:5]  # fmt: skip
+
+
+def _sums(p: Problem, inputs: tuple[Any, ...], given: Saved, cuts: list[Cut]) -> list[Any]:
+    """The same by blocks, whose parts of a gradient add up."""
+    q, k, v, w, bias = inputs
+    shapes = q.shape, k.shape, v.shape, (p.B, p.H, p.D)
+    sums: list[Any] = [q.new_zeros(shape, dtype=p.acc_dtype) for shape in shapes]
+    sums[3] = None if w is None else sums[3]
+    sums.append(None if bias is None else bias.new_zeros(bias.shape, dtype=p.acc_dtype))
+    for cut, block, tensors in _each(p, cuts, *inputs):
+        rows = {
+            name: blocks.rows_of(x, cut)
+            for name in ("out", "stats", "grad_out", "grad_lse")
+            if (x := getattr(given, name)) is not None
+        }
+        own = given._replace(**rows)
+        if given.grad_weights is not None:
+            own = own._replace(grad_weights=blocks.weights_of(p, given.grad_weights, cut))
+        grads = _backward(block, tensors, own)
+        for total, grad in zip(blocks.tensors_of(p, cut, *sums), grads, strict=True):
+            if total is not None:
+                total += grad
+    return sums
+
+
+# ---- blocks ----
+
+
+def _cuts(p: Problem, q: Tensor) -> list[Cut]:
+    if not arguments.has_memory(q):
+        return [blocks.whole(p)]
+    on_cpu = q.device.type == "cpu"
+    return blocks.by_rows(p, _NUMBERS_OF_THREAD * torch.get_num_threads() if on_cpu else _NUMBERS)
+
+
+def _each(
+    p: Problem, cuts: list[Cut], *tensors: Any
+) -> Iterator[tuple[Cut, Problem, tuple[Any, ...]]]:
+    for cut in cuts:
+        yield cut, blocks.block_of(p, cut), blocks.tensors_of(p, cut, *tensors)

@@ -18,10 +18,10 @@ CPP = [
     "cpu/loop", "cpu/entry", "cpu cuda", "binding",
 ]  # fmt: skip
 PYTHON = [
-    "fastattn.problem fastattn.plotting fastattn.cache_file", "fastattn.kernels.tile",
-    "fastattn.kernels.score fastattn.kernels.host", "fastattn.kernels.loop fastattn.kernels",
-    "fastattn.backends", "fastattn.autograd fastattn.sinks fastattn.repeated fastattn.blocks",
-    "fastattn.functional",
+    "fastattn.problem fastattn.plotting fastattn.cache_file", "fastattn.blocks",
+    "fastattn.kernels.tile", "fastattn.kernels.score fastattn.kernels.host",
+    "fastattn.kernels.loop fastattn.kernels", "fastattn.backends",
+    "fastattn.autograd fastattn.sinks fastattn.repeated", "fastattn.functional",
     "fastattn.scores fastattn.tuning", "fastattn.varlen", "fastattn.modules fastattn.testing",
     "fastattn.distributed", "fastattn.integrations", "fastattn",
 ]  # fmt: skip
