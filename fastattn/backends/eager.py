@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastattn import blocks
 from fastattn.blocks import Cut
-from fastattn.problem import Problem, arguments, reference
+from fastattn.problem import Origin, Problem, arguments, reference
 from fastattn.problem.record import empty_out, laid_out
 from fastattn.problem.schemas import Saved
 
@@ -64,6 +64,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See ``registry.Backend``."""
     given, cuts = Saved(*saved), _cuts(p, q)
+    if p.origin == Origin():  # no row has other keys, whose part of delta out would have
+        given = given._replace(out=None)
     compute = _backward if len(cuts) == 1 else _sums
     with arguments.no_autocast(p.device.type):
         grads = compute(p, (q, k, v, w, bias), given, cuts)
@@ -83,12 +85,12 @@ def _backward(p: Problem, inputs: tuple[Any, ...], given: Saved, _: Any = None) 
 
 
 def _sums(p: Problem, inputs: tuple[Any, ...], given: Saved, cuts: list[Cut]) -> list[Any]:
-    """The same by blocks, whose parts of a gradient add up."""
+    """The same by blocks, whose parts of a gradient add up: on CPUs these are small and many."""
     q, k, v, w, bias = inputs
-    shapes = q.shape, k.shape, v.shape, (p.B, p.H, p.D)
-    sums: list[Any] = [q.new_zeros(shape, dtype=p.acc_dtype) for shape in shapes]
-    sums[3] = None if w is None else sums[3]
-    sums.append(None if bias is None else bias.new_zeros(bias.shape, dtype=p.acc_dtype))
+    dtype = torch.float64 if q.device.type == "cpu" else p.acc_dtype
+    sums: list[Any] = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
+    sums.append(None if w is None else q.new_zeros(p.B, p.H, p.D, dtype=dtype))
+    sums.append(None if bias is None else bias.new_zeros(bias.shape, dtype=dtype))
     for cut, block, tensors in _each(p, cuts, *inputs):
         rows = {
             name: blocks.rows_of(x, cut)
@@ -102,6 +104,7 @@ def _sums(p: Problem, inputs: tuple[Any, ...], given: Saved, cuts: list[Cut]) ->
         for total, grad in zip(blocks.tensors_of(p, cut, *sums), grads, strict=True):
             if total is not None:
                 total += grad
+    sums[3] = None if w is None else sums[3].to(p.acc_dtype)
     return sums
 
 

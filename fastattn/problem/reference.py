@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastattn.problem import Problem, arguments, record, relative
 
@@ -104,8 +105,9 @@ def backward(
         share = grad_weights.to(p.acc_dtype)
         grad_dropped = grad_dropped + (share if p.weights == "full" else share[:, None] / p.H)
     grad_probs = grad_dropped if factors is None else grad_dropped * factors
-    if kept is not None:  # garbage in a masked value makes grad_probs NaN where probs is 0
-        grad_probs = grad_probs.masked_fill(~kept, 0.0)
+    masked = None if kept is None else ~kept
+    if masked is not None:  # garbage in a masked value makes grad_probs NaN where probs is 0
+        grad_probs = _over(grad_probs, "masked_fill", masked, 0.0)
     # The rounding of dP then cancels in dP - delta. With dO . O it would not.
     delta = (probs * grad_probs).sum(-1, keepdim=True)
     if out is not None:
@@ -113,14 +115,15 @@ def backward(
         delta = delta + (grad_out * others).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse.to(p.acc_dtype)[..., None]
-    grad_scores = probs * (grad_probs - delta)
-    if kept is not None:
-        grad_scores = grad_scores.masked_fill(~kept, 0.0)
+    grad_scores = _over(_over(grad_probs, "sub", delta), "mul", probs)
+    if masked is not None:
+        grad_scores = _over(grad_scores, "masked_fill", masked, 0.0)
 
     grad_logits = grad_scores
     if record.is_curved(p):
         grad_scores = grad_scores * curve_slope(p, q, k, w)
-        grad_scores = grad_scores if kept is None else grad_scores.masked_fill(~kept, 0.0)
+        if masked is not None:
+            grad_scores = _over(grad_scores, "masked_fill", masked, 0.0)
     grad_v = sum_groups(p, _masked_matmul(dropped.mT, grad_out, None if kept is None else kept.mT))
     grad_q, grad_k, grad_w = _SCORE_BACKWARD[p.score](p, q, k, w, kept, grad_scores)
     grad_bias = None
@@ -239,15 +242,18 @@ def _blank_unused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Zeroes keys and values that no query keeps, and queries that keep no key.
 
-    No result depends on them. But 0 * NaN would enter the products that derivatives are made of.
+    No result depends on them. But 0 * NaN would enter the products that derivatives are made of. Of
+    other strides these may add up in another order, and garbage is to change no bit.
     """
     if kept is None:
         return q, k, v
-    kept = kept.expand(p.B, p.H, p.M, p.N)
-    heads = _groups(p, kept) if p.Hkv else kept[:, :, None]
-    unused = ~heads.any(2).any(2)[..., None]
-    empty = ~kept.any(-1, keepdim=True)
-    return q.masked_fill(empty, 0.0), k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+    if not _known_finite(q, k, v):
+        kept = kept.expand(p.B, p.H, p.M, p.N)
+        heads = _groups(p, kept) if p.Hkv else kept[:, :, None]
+        unused = ~heads.any(2).any(2)[..., None]
+        q = q.masked_fill(~kept.any(-1, keepdim=True), 0.0)
+        k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+    return q.contiguous(), k.contiguous(), v.contiguous()
 
 
 def probabilities(
@@ -270,15 +276,17 @@ def probabilities(
         scores = p.softcap * torch.tanh(scores / p.softcap)
     if bias is not None:
         scores = scores + matrix_of(p, bias)
-    if kept is not None:
-        scores = scores.masked_fill(~kept, -math.inf)
+    masked = None if kept is None else ~kept
+    if masked is not None:
+        scores = _over(scores, "masked_fill", masked, -math.inf)
     lse = None
     if stats is not None:
-        probs = torch.exp(scores - stats[..., :1]) * stats[..., 1:]
+        exp = _over(_over(scores, "sub", stats[..., :1]), "exp")
+        probs = _over(exp, "mul", stats[..., 1:])
     else:
         probs, lse, stats = _softmax(p, scores, sink)
-    if kept is not None:  # where a row is NaN, its masked weights are still 0
-        probs = probs.masked_fill(~kept, 0.0)
+    if masked is not None:  # where a row is NaN, its masked weights are still 0
+        probs = _over(probs, "masked_fill", masked, 0.0)
     factors = None if p.dropout is None else p.dropout.factors(p, p.acc_dtype)
     return probs, (lse, stats), probs if factors is None else probs * factors, factors
 
@@ -292,7 +300,7 @@ def _softmax(p: Problem, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, T
     if sink is not None:
         row_max = torch.maximum(row_max, sink.detach()[..., None, None])
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
-    exp = torch.exp(scores - row_max)
+    exp = _over(_over(scores, "sub", row_max), "exp")
     total = of_keys = exp.sum(-1, keepdim=True)
     if sink is not None:
         total = total + torch.exp(sink[..., None, None] - row_max)
@@ -300,7 +308,19 @@ def _softmax(p: Problem, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, T
     total = total.masked_fill(empty, 1.0)
     lse = (row_max + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
     stats = torch.cat([row_max, (1 / total).masked_fill(of_keys == 0, 0.0)], -1)
-    return exp / total, lse, stats
+    return _over(exp, "div", total), lse, stats
+
+
+def _over(x: Tensor, operation: str, *args: Any) -> Tensor:
+    """A method's result in the memory of x, unless a derivative or a transform may read x.
+
+    New memory of a few megabytes takes longer than the operation.
+    """
+    tensors = [y for y in (x, *args) if isinstance(y, Tensor)]
+    recorded = torch.is_grad_enabled() and any(y.requires_grad for y in tensors)
+    recorded |= forward_ad._current_level >= 0
+    free = not recorded and all(map(arguments.has_memory, tensors))
+    return getattr(x, operation + "_" if free else operation)(*args)
 
 
 def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:
@@ -331,7 +351,7 @@ def _masked_matmul(a: Tensor, b: Tensor, kept: Tensor | None, of_mT: bool = Fals
 
     if kept is None:
         return product(b)
-    if arguments.can_read(b) and bool(b.isfinite().all()):
+    if _known_finite(b):
         return product(b.contiguous())
     out = product(b.masked_fill(~b.isfinite(), 0.0).contiguous())
     used = kept.expand(a.shape).to(a.dtype)
@@ -339,6 +359,11 @@ def _masked_matmul(a: Tensor, b: Tensor, kept: Tensor | None, of_mT: bool = Fals
         here = b.isnan() if math.isnan(special) else b == special
         out = out + torch.where(used @ here.to(a.dtype) > 0, special, 0.0)
     return out
+
+
+def _known_finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are finite, where they can be read: then their sum is, if it has room."""
+    return all(arguments.can_read(x) and math.isfinite(x.detach().sum()) for x in tensors)
 
 
 # ---- heads, dtypes, broadcasts ----
