@@ -10,7 +10,7 @@ namespace fastattn::cuda {
 struct BackwardArgs {
   BackwardParams p;
   AdditiveBackwardPlan plan;
-  Span* spans;  // of keys, spans.cuh
+  TileSpan* spans;  // of keys, spans.cuh
   float unit;
 };
 

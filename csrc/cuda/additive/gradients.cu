@@ -234,15 +234,9 @@ FASTATTN_DEVICE void find_keys(const BackwardArgs& a, int tile_m, Visited& visit
   __syncthreads();
   if (thread() == 0) {
     const Place at = own_place(a, tile_m, 0);
-    Span keys;
-    if (a.spans == nullptr) {
-      const KeyRange range = tile_range(a.p.mask, a.p.N, at.b, at.i0, at.i0 + at.rows);
-      keys = {static_cast<int>(range.begin), static_cast<int>(range.end)};
-    } else {
-      keys = a.spans[at.b * a.plan.panels.tiles_m + tile_m];
-    }
+    const KeyRange keys = visited_keys(a.p, at, a.spans);
     const int slices = static_cast<int>(a.plan.slices_n), slice = static_cast<int>(own_slices(a).n);
-    const int first = keys.begin / kTile;
+    const int first = static_cast<int>(keys.begin / kTile);
     visited.keys.begin = first + (slice - first % slices + slices) % slices;
     visited.keys.end = ceil_div(keys.end, kTile);
     visited.tile_m = tile_m;

@@ -117,12 +117,12 @@ FASTATTN_DEVICE uint32_t& marks_left() {
 }
 
 template <DType kType, int kDim, bool kCurved>
-FASTATTN_DEVICE void sdpa_dq_tile(const BackwardParams& p, uint32_t tile) {
+FASTATTN_DEVICE void sdpa_dq_tile(const BackwardParams& p, const TileSpan* table, uint32_t tile) {
   Turns<kDim> turns{*static_cast<PassingMemory<kDim>*>(shared_memory())};
   GradMemory<kDim>& memory = turns.memory.tile;
   const float unit = unit_of(p);
   const Place own = query_place(p, ceil_div(p.M, kTile), tile);
-  const KeyRange keys = tile_range(p.mask, p.N, own.b, own.i0, own.i0 + own.rows);
+  const KeyRange keys = visited_keys(p, own, table);
   turns.begin(own);
   start_queries<kDim>(p.q, p.D, own, memory.q);
   start_queries<kDim>(p.grad_out, p.E, own, memory.grad_out);
@@ -135,7 +135,7 @@ FASTATTN_DEVICE void sdpa_dq_tile(const BackwardParams& p, uint32_t tile) {
     TileMask mask = {0, true, false};
     if (j0 < keys.end) {
       at.j0 = j0, at.cols = extent(p.N, j0);
-      mask = mask_tile<QueryRows>(p, at);
+      mask = mask_tile<QueryRows>(p, at, table);
       if (mask.empty) continue;
     }
     turns.wait();
@@ -164,10 +164,10 @@ FASTATTN_DEVICE void sdpa_dq_tile(const BackwardParams& p, uint32_t tile) {
 
 template <DType kType, int kDim, bool kCurved>
 __global__ void __launch_bounds__(kThreads, 2)
-    sdpa_dq_kernel(const __grid_constant__ BackwardParams p,
+    sdpa_dq_kernel(const __grid_constant__ BackwardParams p, const TileSpan* table,
                    const __grid_constant__ GradMarks marks) {
   for_tiles(marks.queries, query_marks(p), marks_left<kDim>(),
-            [&](uint32_t tile) { sdpa_dq_tile<kType, kDim, kCurved>(p, tile); });
+            [&](uint32_t tile) { sdpa_dq_tile<kType, kDim, kCurved>(p, table, tile); });
 }
 
 // ---- dk, dv ----
@@ -387,7 +387,7 @@ int64_t bias_floats(const BackwardParams& p) {
 
 // Behind the parts of a bias.
 int64_t span_start(const BackwardParams& p) {
-  return ceil_div(bias_start(p) + bias_floats(p), 2) * 2;
+  return ceil_div(bias_start(p) + bias_floats(p), 4) * 4;
 }
 
 // Behind the tables of spans.
@@ -411,7 +411,7 @@ void launch(const BackwardParams& p, Launcher& launcher) {
       launch_wgmma(p, spans, marks_of(p), marks_of(p).keys + key_marks(p), launcher))
     marks = marks_of(p);
   launcher.run(sdpa_dq_kernel<kType, kDim, kCurved>, blocks_for(marks.queries, queries), kThreads,
-               sizeof(PassingMemory<kDim>), p, marks);
+               sizeof(PassingMemory<kDim>), p, spans.keys, marks);
   launcher.run(sdpa_dkdv_kernel<kType, kDim, kCurved>,
                blocks_for(marks.keys, kCurved ? 2 * keys : keys), kThreads,
                sizeof(PassingMemory<kDim>), p, spans, unit_of(p), marks);

@@ -13,7 +13,7 @@ namespace fastattn::cuda {
 struct WgmmaArgs {
   ForwardParams p;
   Shares shares;
-  const Span* spans;  // of keys
+  const TileSpan* spans;  // of keys
   DenseTiles dense;
   float unit, slack;  // of logits; what they may exceed a row's maximum by, 1 / unit
   CUtensorMap q, k, v;

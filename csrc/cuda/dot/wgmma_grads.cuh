@@ -61,9 +61,8 @@ FASTATTN_DEVICE KeyTiles row_tiles(const WgmmaGradArgs& a, bool masked, int b, i
   const auto end_of_keys = [&] { return int64_t{opaque_here(j0)} + kRowTile; };
   if (kVary && a.spans.queries != nullptr) {
     const int n = j0 / kTile, count = min(kConsumers, tiles_in(p.N) - n);
-    const Span tiles = union_of(a.spans.queries + (b * tiles_in(p.N) + n), count);
-    if (tiles.begin >= tiles.end) return {0, 0, 0, 0};
-    return {tiles.begin, tiles.end, tiles.begin, tiles.begin};
+    const TileSpan tiles = join(a.spans.queries + (b * tiles_in(p.N) + n), count);
+    return order_tiles<1>(tiles.some, masked ? Span{0, 0} : tiles.all);
   }
   const int64_t j1 = min64(p.N, end_of_keys());
   const Span some = span_within(p.M, rows_of_keys(p.mask, limits_of<kVary>(p, b), p.M, j0, j1));

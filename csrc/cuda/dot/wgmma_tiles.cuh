@@ -107,14 +107,15 @@ FASTATTN_DEVICE KeyRange limits_of(const AttentionParams& p, int b) {
 }
 
 // The key tiles that intervals leave to the next kRowTile rows from i0 on. Where limits vary by
-// row, `spans` has the keys of each tile of 64 rows, and every tile is masked.
+// row, `spans` has the keys of each tile of 64 rows. These full tiles were not run on a GPU.
 template <bool kVary, int kKeys, int kRowTile, typename IsMasked>
-FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, const Span* spans, IsMasked masked,
+FASTATTN_DEVICE KeyTiles key_tiles(const AttentionParams& p, const TileSpan* spans, IsMasked masked,
                                    int b, int i0) {
   const auto end_of_rows = [&] { return min64(p.M, int64_t{opaque_here(i0)} + kRowTile); };
   if (kVary && spans != nullptr) {
     const int m = i0 / kTile, count = min(kRowTile / kTile, tiles_in(p.M) - m);
-    return order_tiles<kKeys>(union_of(spans + (b * tiles_in(p.M) + m), count), Span{0, 0});
+    const TileSpan keys = join(spans + (b * tiles_in(p.M) + m), count);
+    return order_tiles<kKeys>(keys.some, masked(p) ? Span{0, 0} : keys.all);
   }
   const Span some = span_within(p.N, tile_range(p.mask, limits_of<kVary>(p, b), i0, end_of_rows()));
   if (some.begin >= some.end || masked(p)) return order_tiles<kKeys>(some, Span{0, 0});
@@ -148,8 +149,6 @@ struct TileList {
 // Which keys the intervals leave to each query of a consumer, or which queries to each key: found
 // once, and not for each tile that passes by. A warp needs its own lines alone, and finds them. Not
 // run on a GPU.
-using LineSpans = Span[kTile];
-
 template <typename Layout>
 FASTATTN_DEVICE void find_lines(const AttentionParams& p, const Place& at, LineSpans& lines) {
   if (lane() < kWarpRows) {

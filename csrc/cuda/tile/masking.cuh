@@ -78,19 +78,33 @@ FASTATTN_FN float unit_of(const AttentionParams& p) {
 
 // ---- masks ----
 
-// Where limits vary by row, only the table of each query tile's keys can tell. A line of it that
-// stayed in registers over a loop would spill.
-FASTATTN_DEVICE bool is_outside(const AttentionParams& p, const Place& at, const Span* table) {
+// Where limits vary by row, only the table of each query tile's keys can tell what is outside, or
+// full. A line of it that stayed in registers over a loop would spill.
+FASTATTN_DEVICE const TileSpan& keys_of_tile(const AttentionParams& p, const Place& at,
+                                             const TileSpan* table) {
+  return table[opaque_here(at.b) * ceil_div(p.M, kTile) + at.i0 / kTile];
+}
+
+// From the first to the last key that some of the queries keep.
+FASTATTN_DEVICE KeyRange visited_keys(const AttentionParams& p, const Place& at,
+                                      const TileSpan* table) {
+  if (table == nullptr) return tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
+  const Span some = keys_of_tile(p, at, table).some;
+  return {some.begin, some.end};
+}
+
+FASTATTN_DEVICE bool is_outside(const AttentionParams& p, const Place& at, const TileSpan* table) {
   if (limits_vary_by_row(p.mask))
-    return table != nullptr &&
-           !meets(table[opaque_here(at.b) * ceil_div(p.M, kTile) + at.i0 / kTile], at.j0);
+    return table != nullptr && !meets(keys_of_tile(p, at, table).some, at.j0);
   const KeyRange keys = tile_range(p.mask, p.N, at.b, at.i0, at.i0 + at.rows);
   return keys.begin >= at.j0 + at.cols || keys.end <= at.j0;
 }
 
-FASTATTN_DEVICE bool is_full(const AttentionParams& p, const Place& at) {
+FASTATTN_DEVICE bool is_full(const AttentionParams& p, const Place& at, const TileSpan* table) {
   if (has_dense(p.mask) || !logits_are_scores(p)) return false;
   if (at.rows < kTile || at.cols < kTile) return false;
+  if (limits_vary_by_row(p.mask))
+    return table != nullptr && holds(keys_of_tile(p, at, table).all, at.j0);
   return intervals_hold(p.mask, p.N, at.b, at.i0, at.i0 + kTile, at.j0, at.j0 + kTile);
 }
 
@@ -198,11 +212,25 @@ FASTATTN_DEVICE KeepBits read_dense(const AttentionParams& p, const Place& at, K
   return bits;
 }
 
+// Tests on a CPU count the tiles that blocks visit, those that lie outside the mask, and those that
+// a group of threads masks.
+FASTATTN_DEVICE void count_tile([[maybe_unused]] bool outside) {
+#if defined(FASTATTN_CUDA_ON_CPU)
+  if (threadIdx.x == 0) ++cuda_on_cpu::visited_tiles[outside];
+#endif
+}
+FASTATTN_DEVICE void count_masked_tile() {
+#if defined(FASTATTN_CUDA_ON_CPU)
+  if (threadIdx.x % kThreads == 0) ++cuda_on_cpu::masked_tiles;
+#endif
+}
+
 // The pairs that are kept of those in the intervals. dense_of(pairs) is like read_dense(), for who
 // knows the dense mask otherwise.
 template <typename Layout, typename DenseOf>
 FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at, KeepBits bits,
                                       DenseOf dense_of) {
+  count_masked_tile();
   if (has_dense(p.mask)) bits &= dense_of(bits);
   const KeepBits inside = bits;
   const auto drop = [&](int pair) { bits &= ~(KeepBits{1} << pair); };
@@ -223,13 +251,6 @@ FASTATTN_DEVICE KeepBits partial_bits(const AttentionParams& p, const Place& at)
                               [&](KeepBits pairs) { return read_dense<Layout>(p, at, pairs); });
 }
 
-// Tests on a CPU count the tiles that blocks visit, and those that lie outside the mask.
-FASTATTN_DEVICE void count_tile([[maybe_unused]] bool outside) {
-#if defined(FASTATTN_CUDA_ON_CPU)
-  if (threadIdx.x == 0) ++cuda_on_cpu::visited_tiles[outside];
-#endif
-}
-
 struct TileMask {
   KeepBits bits;
   bool empty, full;  // the same for all threads
@@ -239,11 +260,11 @@ struct TileMask {
 // `table`: Spans::keys, if there is one.
 template <typename Layout>
 FASTATTN_DEVICE TileMask mask_tile(const AttentionParams& p, const Place& at,
-                                   const Span* table = nullptr) {
+                                   const TileSpan* table = nullptr) {
   const bool outside = is_outside(p, at, table);
   count_tile(outside);
   if (outside) return {0, true, false};
-  if (is_full(p, at)) return {kAllKept, false, true};
+  if (is_full(p, at, table)) return {kAllKept, false, true};
   const KeepBits bits = partial_bits<Layout>(p, at);
   return {bits, __syncthreads_or(bits != 0) == 0, false};
 }

@@ -189,6 +189,7 @@ struct cudaLaunchConfig_t {
 namespace cuda_on_cpu {
 
 extern uint64_t visited_tiles[2];      // by kernels so far: inside the mask, and outside
+extern uint64_t masked_tiles;          // whose pairs a group of 128 threads has looked at
 extern uint64_t score_tiles[2];        // of additive scores: from factors, and direct
 extern int current_gpu;                // 0, but where a guard lives
 extern int gpu_of_tensors;             // 0, but where a test chooses another for all of them

@@ -24,6 +24,7 @@ namespace cuda_on_cpu {
 int current_gpu = 0, gpu_of_tensors = 0;
 thread_local bool has_context = false;
 uint64_t visited_tiles[2] = {};
+uint64_t masked_tiles = 0;
 uint64_t score_tiles[2] = {};
 uint32_t latest_grids[2] = {};
 
@@ -378,8 +379,9 @@ const char* cudaGetErrorString(cudaError_t error) {
 // The GPU of all tensors; for tests.
 extern "C" void shim_place_tensors(int gpu) { cuda_on_cpu::gpu_of_tensors = gpu; }
 
-// Tiles that kernels have visited, inside the mask and outside; for tests.
+// Tiles that kernels have visited, inside the mask and outside, and masked ones; for tests.
 extern "C" uint64_t shim_visited(int outside) { return cuda_on_cpu::visited_tiles[outside]; }
+extern "C" uint64_t shim_masked() { return cuda_on_cpu::masked_tiles; }
 // Those of additive scores, from factors and direct.
 extern "C" uint64_t shim_scored(int direct) { return cuda_on_cpu::score_tiles[direct]; }
 
