@@ -9,7 +9,8 @@
 //
 //   producer   a warp copies what the block owns, another one what passes by: tiles of 64 queries
 //              or keys, into the next stage that is free. For dK and dV a third one loads the stats
-//              of these queries. Tiles of which a mask keeps nothing are left out.
+//              of these queries, and a fourth one their keys, where limits vary by row. Tiles of
+//              which a mask keeps nothing are left out.
 //   consumer   S = own other^T, dP likewise          own operands in registers, where they fit
 //              S -> W, dP -> dS                      in registers, where they are operands
 //              dV += W dO, and dK += dS Q; or dQ += dS K
@@ -39,7 +40,7 @@ FASTATTN_DEVICE Place owned_at(const WgmmaGradArgs& a, uint32_t number) {
   return kOfKeys ? keys_at(a, number) : queries_at<kRowTile>(a.p, number, a.shares.tiles);
 }
 
-// ---- the producer: a warp for what the block owns, one for what passes by, one for its stats ----
+// ---- the producer: a warp for what the block owns, others for what passes by ----
 //
 // The kernels of other GPUs than Hopper are empty: they leave what is no template unused.
 
@@ -130,13 +131,25 @@ FASTATTN_DEVICE void produce_stats(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>
   });
 }
 
+// The keys that limits leave to each query. With them, the warp of the stats would spill. Not run
+// on a GPU.
+template <int kDim>
+FASTATTN_DEVICE void produce_lines(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
+  for_passing<true>(a, memory, [&](uint32_t stage, const PassingTile& tile, const Place& at) {
+    const Span* const lines = a.spans.rows[at.b * tiles_in(a.p.M) + tile.tile];
+    copy_async<16>(&memory.passing_lines[stage][2 * lane()], lines + 2 * lane());
+    wait_for_copies();
+    arrive_with_stats(&memory.full[stage]);
+  });
+}
+
 // ---- the block ----
 
 template <bool kOfKeys, int kDim>
-FASTATTN_DEVICE void init_barriers(WgmmaGradMemory<kDim>& memory) {
+FASTATTN_DEVICE void init_barriers(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
   init_barrier(&memory.own_full, 2), init_barrier(&memory.own_empty, kConsumers * kWarps);
   for (int n = 0; n < GradPlan<kDim>::kStages; ++n) {
-    init_barrier(&memory.full[n], kOfKeys ? 2 : 1);  // copies, and stats
+    init_barrier(&memory.full[n], kOfKeys ? 2 + (a.spans.rows != nullptr) : 1);  // copies, stats
     init_barrier(&memory.empty[n], kConsumers * kWarps);
   }
   publish_barriers();
@@ -167,7 +180,7 @@ template <bool kOfKeys, DType kType, int kDim>
 FASTATTN_DEVICE void grads_block(const WgmmaGradArgs& a) {
   using Of = GradGroups<kOfKeys, kDim>;
   WgmmaGradMemory<kDim>& memory = *static_cast<WgmmaGradMemory<kDim>*>(shared_boxes());
-  if (thread() == 0) init_barriers<kOfKeys>(memory);
+  if (thread() == 0) init_barriers<kOfKeys>(a, memory);
   if (Of::kOnce || keys_vary(a.p.mask)) {
     const Place at = owned_at<kOfKeys>(a, blockIdx.x);
     const TileList list = passing_tiles<true, kOfKeys>(a, at);
@@ -188,8 +201,10 @@ FASTATTN_DEVICE void grads_block(const WgmmaGradArgs& a) {
     const int role = warp() % kWarps;
     if (role == 0) return produce_passing<kOfKeys>(a, memory);
     if (role == 1) return produce_own<kOfKeys>(a, memory);
-    if constexpr (kOfKeys)
-      if (role == 2) produce_stats(a, memory);
+    if constexpr (kOfKeys) {
+      if (role == 2) return produce_stats(a, memory);
+      if (a.spans.rows != nullptr) produce_lines(a, memory);
+    }
     return;
   }
   take_registers<Of::kConsumerRegisters>();

@@ -153,8 +153,9 @@ FASTATTN_DEVICE void for_halves(const AttentionParams& p, Place at, int64_t j0,
 // The pairs of this thread that are kept of a tile.
 template <typename Layout>
 FASTATTN_DEVICE KeepBits tile_bits(const AttentionParams& p, const DenseTiles& dense,
-                                   const LineSpans& lines, const Place& at) {
-  return partial_bits<Layout>(p, at, bits_of_lines<Layout>(p, at, lines), [&](KeepBits inside) {
+                                   const LineSpans& lines, const Place& at, bool by_query = false) {
+  const KeepBits inside = bits_of_lines<Layout>(at, lines, by_query);
+  return partial_bits<Layout>(p, at, inside, [&](KeepBits inside) {
     return inside == 0 ? 0 : dense_bits<Layout>(dense, at);
   });
 }

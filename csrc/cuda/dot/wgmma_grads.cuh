@@ -49,6 +49,7 @@ struct alignas(1024) WgmmaGradMemory {
   FoundTiles<kPlaces, AnyGroups::kBlockWarps> found;
   TileCounts counts;  // for what the block owns now
   LineSpans lines[kConsumers];
+  LineSpans passing_lines[Of::kStages];  // where limits vary by row
   PassingTile tiles[Of::kStages];
 };
 
@@ -228,7 +229,10 @@ struct GradConsumer {
     KeepBits bits = kAllKept, survivors = kAllKept;
     if constexpr (kMasked) {
       const Place here = passing_place();
-      bits = tile_bits<Layout>(p, a.dense, memory.lines[group], here);
+      const bool by_query = kOfKeys && a.spans.rows != nullptr;
+      const LineSpans& lines =
+          by_query ? memory.passing_lines[opaque_here(stage.number)] : memory.lines[group];
+      bits = tile_bits<Layout>(p, a.dense, lines, here, by_query);
       survivors = surviving_bits<Layout>(p, here);
     }
     wait_for_products<kAhead ? 2 : 1>();

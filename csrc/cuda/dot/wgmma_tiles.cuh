@@ -166,13 +166,25 @@ FASTATTN_DEVICE void find_lines(const AttentionParams& p, const Place& at, LineS
 }
 
 // This thread's pairs of the tile at `at` within the intervals. Limits that vary by row leave a key
-// no interval of queries.
+// no interval of queries: `lines` are then those of the queries, `by_query`. Not run on a GPU.
 template <typename Layout>
-FASTATTN_DEVICE KeepBits bits_of_lines(const AttentionParams& p, const Place& at,
-                                       const LineSpans& lines) {
-  if (Layout::kLinesAreKeys && limits_vary_by_row(p.mask)) return bits_in_ranges<Layout>(p, at);
+FASTATTN_DEVICE KeepBits bits_of_lines(const Place& at, const LineSpans& lines, bool by_query) {
   const int first = static_cast<int>(Layout::kLinesAreKeys ? at.i0 : at.j0);
   KeepBits bits = 0;
+  if (Layout::kLinesAreKeys && by_query) {
+    const int key0 = static_cast<int>(at.j0) + opaque_here(Layout::key0());
+    const int query0 = opaque_here(Layout::query0());
+#pragma unroll
+    for (int x = 0; x < Layout::kQueries; ++x) {
+      const Span keys = lines[query0 + Layout::query(x)];
+#pragma unroll
+      for (int y = 0; y < Layout::kKeys; ++y) {
+        const int key = key0 + Layout::key(y);
+        if (keys.begin <= key && key < keys.end) bits |= KeepBits{1} << Layout::pair(x, y);
+      }
+    }
+    return bits;
+  }
 #pragma unroll
   for (int n = 0; n < Layout::kLines; ++n) {
     const Span line = lines[sum_row(2 * n)];
