@@ -249,7 +249,7 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
         return None
     if _few_additive(p):
         return None if against("cuda", p, bias) else "cuda"
-    if not wgmma.suits(p) or (wgmma.masks_every_tile(p, bias) and not wgmma.is_named()):
+    if not wgmma.suits(p) or (wgmma.not_found_faster(p, bias) and not wgmma.is_named()):
         return None
     return None if against("cuda", p, bias, may_check=False, grad=False) else "cuda"
 
@@ -347,7 +347,7 @@ def explain(
                 chosen, why = "cuda", WGMMA_FIRST
             else:
                 why = WGMMA_WAITS if grad else WGMMA_WEIGHTS
-        elif cuda_path == wgmma.NAME and (masks := wgmma.masks_every_tile(p, bias)) is not None:
+        elif cuda_path == wgmma.NAME and (masks := wgmma.not_found_faster(p, bias)) is not None:
             why = WGMMA_MASKS.format(masks)
         path = cuda_path if chosen == "cuda" else None
     if reasons.get("triton") == reasons.get("cuda") == []:

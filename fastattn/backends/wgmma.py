@@ -128,11 +128,11 @@ def has_gradients(p: Problem) -> bool:
     return not p.softcap and max(p.D, p.E) <= USUAL_HEAD_SIZE
 
 
-def masks_every_tile(p: Problem, bias: bool) -> str | None:
-    """What is known to make this path take every tile of a call as a masked one; None if nothing.
+def not_found_faster(p: Problem, bias: bool) -> str | None:
+    """What of a call keeps it with Triton, as this path was not found faster with it; None if none.
 
-    As in ``key_tiles`` of csrc/cuda/dot/wgmma_tiles.cuh. Dropout and biases take Triton half the
-    time there on an H200. Limits of rows were not measured.
+    Dropout and biases mask every tile here (``masks_every_tile`` of csrc/cuda/dot/wgmma_tiles.cuh),
+    and take Triton half the time on an H200. Limits of rows were not measured.
     """
     limits = [getattr(p.mask, name) for name in LIMITS]
     there = {

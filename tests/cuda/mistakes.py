@@ -86,3 +86,9 @@ def of_dense(name: str, right: str, wrong: str, file="dense_tiles.cu", source="d
     name, file, source = f"dense masks: {name}", f"dot/{file}", f"dot/{source}"
     test = TESTS["dot/dense_tiles.cu"]
     return Mistake(name, file, right, wrong, "Error", source=source, test=test, tests="")
+
+
+def of_limits(name: str, file: str, right: str, wrong: str, source: str, found_by="AssertionError"):
+    """A mistake in what is done with limits that vary by row."""
+    name, test = f"limits of rows: {name}", "test_whole_tiles.py"
+    return Mistake(name, file, right, wrong, found_by, source=source, test=test, tests="")

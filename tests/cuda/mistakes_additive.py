@@ -51,8 +51,11 @@ ADDITIVE = [
         "  for (int64_t stage = 0; stage < panels.stages; ++stage)\n    own_weight_sum(",
         "  for (int64_t stage = 1; stage < panels.stages; ++stage)\n    own_weight_sum(",
     ),
-    of_one_pass("keys of the first sample", "a.spans[at.b * a.plan.panels.tiles_m + tile_m]",
-                "a.spans[tile_m]"),
+    of_file(
+        "one pass: keys of the first sample", "tile/masking.cuh",
+        "table[opaque_here(at.b) * ceil_div(p.M, kTile) +", "table[", "test_corner",
+        "additive/gradients.cu",
+    ),
     of_one_pass(
         "a largest dS that others have not written",
         "  __syncthreads();\n  const float factor = unit", "  const float factor = unit",

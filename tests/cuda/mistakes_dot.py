@@ -70,7 +70,7 @@ DOT = [
     ),
     of_file(
         "spans: rows of one lane", "tile/spans.cu",
-        "  keys = union_of_lanes(keys);\n", "", "test_corner or documents",
+        "  keys = join_lanes(keys);\n", "", "test_corner or documents",
     ),
     of_file(
         "spans: without the last tile of keys", "tile/spans.cuh", "keys.end > j0;",

@@ -1,6 +1,14 @@
 """Mistakes in the dot product's kernels of warpgroups."""
 
-from mistakes import Mistake, of_dense, of_file, of_grads, of_large_heads, of_warpgroups
+from mistakes import (
+    Mistake,
+    of_dense,
+    of_file,
+    of_grads,
+    of_large_heads,
+    of_limits,
+    of_warpgroups,
+)
 
 WARPGROUPS = [
     of_warpgroups(
@@ -358,5 +366,50 @@ WARPGROUPS = [
     of_warpgroups(
         "tensor maps: strides in numbers", "static_cast<cuuint64_t>(strides[n]) * 2",
         "static_cast<cuuint64_t>(strides[n])", "Error", "../base/tensor_map.h",
+    ),
+    of_limits(
+        "tiles of which some rows keep all", "tile/spans.cuh",
+        "{max(x.all.begin, other.all.begin), min(x.all.end, other.all.end)}",
+        "{min(x.all.begin, other.all.begin), max(x.all.end, other.all.end)}", "tile/spans.cu",
+    ),
+    of_limits(
+        "what lies between whole tiles counts as whole", "tile/spans.cu",
+        "is_one ? all : Span{0, 0}", "all", "tile/spans.cu",
+    ),
+    of_limits(
+        "rows without keys say nothing", "tile/spans.cu",
+        "if (inside) join(", "if (here.end > 0) join(", "tile/spans.cu",
+    ),
+    of_limits(
+        "a tile of few queries counts as whole", "tile/spans.cu",
+        "here.end * kTile > a.p.M || ", "", "tile/spans.cu",
+    ),
+    of_limits(
+        "other kernels: tiles of which some keys are kept", "tile/masking.cuh",
+        "holds(keys_of_tile(p, at, table).all,", "meets(keys_of_tile(p, at, table).all,",
+        "dot/backward.cu",
+    ),
+    of_limits(
+        "tiles with dropout count as full", "dot/wgmma_tiles.cuh",
+        "masked(p) ? Span{0, 0} : keys.all", "keys.all", "dot/forward_wgmma.cu",
+    ),
+    of_limits(
+        "gradients: tiles with dropout count as full", "dot/wgmma_grads.cuh",
+        "masked ? Span{0, 0} : tiles.all", "tiles.all", "dot/backward_wgmma.cu",
+    ),
+    of_limits(
+        "gradients: the keys of another stage", "dot/wgmma_grads.cuh",
+        "passing_lines[opaque_here(stage.number)]", "passing_lines[opaque_here(last)]",
+        "dot/backward_wgmma.cu",
+    ),
+    of_limits(
+        "gradients: keys that arrive before they are loaded", "dot/backward_wgmma.cu",
+        "    wait_for_copies();\n    arrive_with_stats(&memory.full[stage]);\n",
+        "    arrive_with_stats(&memory.full[stage]);\n", "dot/backward_wgmma.cu",
+    ),
+    of_limits(
+        "gradients: nobody waits for the keys", "dot/backward_wgmma.cu",
+        "kOfKeys ? 2 + (a.spans.rows != nullptr) : 1", "kOfKeys ? 2 : 1",
+        "dot/backward_wgmma.cu", "Error",
     ),
 ]  # fmt: skip

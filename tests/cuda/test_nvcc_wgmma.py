@@ -45,7 +45,7 @@ LOOPS = [
     Loop(*FORWARD, 128, 64, 1798, 1890, 16, rare_mufu=2, capped=True),
     Loop(*FORWARD, 256, 40, 1215, 1365, 21, rare_mufu=2, capped=True),
     Loop(*KEYS, 64, 32, 366, 366, 16, waits=3),
-    Loop(*KEYS, 128, 32, 424, 424, 24, waits=3),
+    Loop(*KEYS, 128, 32, 417, 417, 24, waits=3),
     Loop(*QUERIES, 64, 32, 325, 333, 12),
     Loop(*QUERIES, 128, 32, 378, 386, 20),
 ]

@@ -231,7 +231,7 @@ def test_what_cannot_take_it_goes_to_triton(triton, why):
         ("a limit for each row", dict(mask=Mask(kv_len=torch.full((1, 40), 30)))),
     ],
 )
-def test_triton_keeps_what_masks_every_tile(triton, monkeypatch, what, options):
+def test_triton_keeps_what_was_not_found_faster(triton, monkeypatch, what, options):
     found_right()
     q = heads()
     for _ in range(2):  # the second time from the cache of calls
