@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastattn import blocks
 from fastattn.blocks import Cut
-from fastattn.problem import Origin, Problem, arguments, reference
+from fastattn.problem import Problem, arguments, reference
 from fastattn.problem.record import empty_out, laid_out
 from fastattn.problem.schemas import Saved
 
@@ -64,8 +64,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See ``registry.Backend``."""
     given, cuts = Saved(*saved), _cuts(p, q)
-    if p.origin == Origin():  # no row has other keys, whose part of delta out would have
-        given = given._replace(out=None)
     compute = _backward if len(cuts) == 1 else _sums
     with arguments.no_autocast(p.device.type):
         grads = compute(p, (q, k, v, w, bias), given, cuts)

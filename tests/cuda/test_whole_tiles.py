@@ -20,8 +20,8 @@ from fastattn.testing import Case
 pytestmark = pytest.mark.skipif(not host_build.compiler(), reason="no C++ compiler")
 
 TILE = 64
-N = 460
-LENGTHS = [390, 20, 1, 0, 49]
+N = 330
+LENGTHS = [262, 18, 1, 0, 49]
 
 
 def limits(begin, end):
@@ -33,7 +33,7 @@ every_other = i // TILE % 2 * (N - 130)  # what these tiles of queries leave out
 MASKS = {
     "texts": Mask.documents(lengths=LENGTHS),
     "causal texts": Mask.documents(lengths=LENGTHS, causal=True),
-    "windows in texts": Mask.documents(lengths=LENGTHS, window=(200, 0)),
+    "windows in texts": Mask.documents(lengths=LENGTHS, window=(140, 0)),
     "whole tiles apart": limits(none, N - every_other),
     "one row apart": limits(none, torch.where(i == 200, 70, N)),
     "an empty row": limits(torch.where(i == 200, 300, 0), torch.where(i == 200, 20, N)),
@@ -51,15 +51,8 @@ BESIDE = {  # (the rest of the mask, options of a case)
 }
 
 
-@pytest.fixture(params=["wgmma", "sm_80"])
-def path(request, by_warpgroups, monkeypatch):
-    if request.param == "sm_80":
-        monkeypatch.delenv("FASTATTN_CUDA_PATH")
-    return request.param
-
-
 def check(mask, backend, simulator, **options):
-    usual: dict[str, Any] = dict(B=1, H=2, Hkv=1, M=N, N=N, D=64, E=64, dtype=torch.float16)
+    usual: dict[str, Any] = dict(B=1, H=1, Hkv=1, M=N, N=N, D=64, E=64, dtype=torch.float16)
     case = Case("limits", lse=True, **usual | options)
     t = dataclasses.replace(testing.make(case), mask=mask)
     with testing.poisoned():
@@ -71,19 +64,24 @@ def check(mask, backend, simulator, **options):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_any_limits(name, path, by_warpgroups, simulator):
+def test_any_limits(name, by_warpgroups, simulator):
+    check(MASKS[name], by_warpgroups, simulator, H=2)  # which share a key head
+
+
+@pytest.mark.parametrize("name", ["causal texts", "at random", "an empty row"])
+def test_any_limits_of_other_kernels(name, by_warpgroups, simulator, monkeypatch):
+    monkeypatch.delenv("FASTATTN_CUDA_PATH")
     check(MASKS[name], by_warpgroups, simulator)
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("name", ["texts", "whole tiles apart"])
-def test_limits_beside_others(name, beside, by_warpgroups, simulator):
+def test_limits_beside_others(beside, by_warpgroups, simulator):
     """Nothing of these may be left out of a tile of which the limits keep all."""
     fields, options = BESIDE[beside]
     if "keep" in fields:
         blocks = fields["keep"].repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
         fields = dict(keep=blocks[None, None, :N, :N])
-    mask = dataclasses.replace(MASKS[name], **fields)
+    mask = dataclasses.replace(MASKS["texts"], **fields)
     check(mask, by_warpgroups, simulator, D=72, E=128, **options)
 
 
@@ -95,7 +93,7 @@ def test_samples_with_limits_of_their_own(by_warpgroups, simulator):
 
 def test_the_last_tile_of_keys_alone(by_warpgroups, simulator):
     """A block of two has one."""
-    check(limits(none, none + 7 * TILE), by_warpgroups, simulator, N=7 * TILE)
+    check(limits(none, none + 5 * TILE), by_warpgroups, simulator, N=5 * TILE)
 
 
 # ---- how many tiles are masked ----
@@ -146,7 +144,7 @@ def test_whole_tiles_run_no_mask(name, D, by_warpgroups):
     of_rows, of_keys = tiles(kept, 2 * TILE, TILE), tiles(kept.T, 2 * TILE, TILE, True, True)
     assert masked_so_far() - behind == 2 * (of_rows.count("masked") + of_keys.count("masked"))
     if name in ("texts", "causal texts", "no row apart", "whole tiles apart"):
-        assert "whole" in forward
+        assert "whole" in forward or (name == "causal texts" and D == 64)  # of 192 queries
         assert "whole" in of_rows
         assert "whole" in of_keys
 

@@ -26,7 +26,7 @@ def softmax_kernel(
     for start in tl.range(0, C, STEP):
         s = tl.load(s_ptr + r[:, None] * C + start + tl.arange(0, STEP)[None, :])
         p, alpha, m_i, l_i = softmax.softmax_step(s, m_i, l_i, scale)
-    shift, factor, lse = softmax.softmax_finish(m_i, l_i, scale)
+    shift, factor, lse = softmax.softmax_finish(m_i, l_i, None, scale)
     tl.store(lse_ptr + r, lse)
     softmax.store_stats(stats_ptr, head, head, 1, r, R, shift, factor)
     shift, factor = softmax.load_stats(stats_ptr, head, head, 1, r[:, None], R)
