@@ -87,7 +87,8 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
 # For dot products of backends that compile nothing at the first call: more than one tile, for each
 # head size that has kernels of its own.
 LONG: dict[str, Any] = dict(B=1, H=1, Hkv=1, M=200, N=700, lse=True)
-WHOLE = [dict(LONG, D=64, E=64), dict(LONG, D=128, E=128, causal="bottom_right")]
+SINK: dict[str, Any] = dict(sink=0.0, bias_grad=False)
+WHOLE = [dict(LONG, D=64, E=64), dict(LONG, D=128, E=128, causal="bottom_right") | SINK]
 # For products of warpgroups alone: heads over 128, kernels with a softcap, a mask that leaves tiles
 # out, and rows that its copies cannot read, which the usual kernels take.
 WARPGROUPS = [
@@ -156,18 +157,19 @@ def _launch(check: Check, case: testing.Case, t: testing.Tensors, device: torch.
     # results of all stay alive: in memory of the first, a launch of nothing would seem right.
     times = 3 if check.backend in registry.COMPILING and device.type != "cpu" else 1
     with torch.no_grad():
-        p, *tensors, _ = _canonical(case, t, _leaves(case, t, _dtype(check)))
+        p, *tensors = _canonical(case, t, _leaves(case, t, _dtype(check)))
         p = dataclasses.replace(p, device=device).with_tensors(*_moved(p.tensors(), device))
         moved = _moved(tensors, device)
         return [_passes(check, t, p, *moved) for _ in range(times)][-1]
 
 
 def _passes(
-    check: Check, t: testing.Tensors, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Any, bias: Any
-) -> Raw:
+    check: Check, t: testing.Tensors, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Any,
+    bias: Any, sink: Any,
+) -> Raw:  # fmt: skip
     """Forward and backward."""
     backend = registry.get(check.backend)
-    out, lse, weights, stats = backend.forward(p, q, k, v, w, bias)
+    out, lse, weights, stats = backend.forward(p, q, k, v, w, bias, sink)
     pairs = (t.grad_out, out), (t.grad_lse, lse), (t.grad_weights, weights)
     upstream = [None if x is None else x.to(y.device, y.dtype) for x, y in pairs]
     if check.backend == "cuda" and wgmma.against_large_heads(p, grad=True):

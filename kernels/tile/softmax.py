@@ -69,7 +69,7 @@ def finish_beside(sink, shift, l_i, natural):
     """(factor, log-sum-exp) of l' = l + e^(sink - shift); a shift of 1 is ``natural``.
 
     The larger of both powers stays 1, so neither one overflows. Their difference is float64: its
-    rounding would be that of every number of the row.
+    rounding would be that of every number of the row. Not run on a GPU.
     """
     above = sink.to(tl.float64) - shift.to(tl.float64) * natural
     is_above = above > 0.0

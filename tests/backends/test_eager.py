@@ -24,7 +24,7 @@ def largest(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", SMALL[::2], ids=str)
 def test_case(case, largest):
     """Alternately one row of one head at a time, some rows, and several heads or samples."""
     numbers = (1, 200, 2000)[case.seed % 3]

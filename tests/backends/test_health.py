@@ -426,10 +426,10 @@ def test_a_check_settles_no_other(monkeypatch):
 def test_a_check_makes_no_check(install):
     """Not even where a backend calls a public function."""
 
-    def through(p, q, k, v, w, bias):
+    def through(p, q, k, v, w, bias, sink):
         fastattn.explain(q, k, v)
         assert health.is_checking()
-        return EAGER.forward(p, q, k, v, w, bias)
+        return EAGER.forward(p, q, k, v, w, bias, sink)
 
     fake = install(backend(through))
     registry.select(validate.build("dot", *[torch.zeros(1, 2, 3, 4)] * 3).p)

@@ -181,7 +181,8 @@ def test_a_large_bias_in_a_whole_row(backend):
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("M", [1, 6, 40])
+@pytest.mark.parametrize("M", [1, 40])
 def test_sinks(M, backend):
     sinks.test_sinks_far_above_and_below_every_score("dot", M, torch.float16, backend)
     sinks.test_sinks_of_samples_and_of_any_strides("dot", M, backend)
+    sinks.test_without_keys_the_log_sum_exp_is_the_sink("dot", M, backend)

@@ -110,7 +110,7 @@ FASTATTN_DEVICE float exp_minus(double x) {
 
 // Beside a sink, l' = l + e^(sink - shift). The larger of both powers stays 1, so neither one
 // overflows. Their difference is a double: its rounding would be that of every number of the row.
-// A row without keys keeps a factor of 0.
+// A row without keys keeps a factor of 0. Not run on a GPU.
 FASTATTN_DEVICE RowEnd end_beside(float sink, float shift, float natural, float l) {
   const double above = sink - static_cast<double>(shift) * natural;
   const float less = exp_minus(fabs(above));
