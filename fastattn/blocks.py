@@ -68,10 +68,10 @@ def whole(p: Problem) -> Cut:
 
 
 def by_rows(p: Problem, numbers: int) -> list[Cut]:
-    """Blocks of rows, each with the keys that they may keep, whose matrices have so many numbers.
+    """Blocks of rows, each with the keys that its rows may keep. Their matrices are bounded.
 
-    A matrix is over pairs, times D but for the dot product. A mean of weights keeps all heads
-    together.
+    A matrix has at most so many numbers, or one row: over pairs, times D but for the dot product. A
+    mean of weights keeps all heads together.
     """
     group, each = max(1, p.H // max(1, p.Hkv)), p.N * (1 if p.score == "dot" else p.D)
     if p.B * p.H * p.M * each <= numbers:
@@ -89,7 +89,9 @@ def by_rows(p: Problem, numbers: int) -> list[Cut]:
     return [Cut(b, h, i, _keys_of(p, b, i)) for b, h, i in pieces]
 
 
-_ROWS = 128  # of a block: with more, the last rows of a causal block keep keys that others do not
+# Of a block. With more, the last rows of a causal one keep keys that others do not. Found on AMD
+# Zen 4 alone: docs/decisions/0036-eager-in-blocks.md.
+_ROWS = 128
 
 
 def _pieces(size: int, each: int) -> list[tuple[int, int]]:
