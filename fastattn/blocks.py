@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -152,6 +152,14 @@ def tensors_of(p: Problem, cut: Cut, *tensors: Any) -> tuple[Any, ...]:
         w = _slice(w, *((cut.h,) if w.dim() == 2 else (cut.b, cut.h)))
     bias = None if bias is None else bias_of(p, bias, cut)
     return _slice(q, *rows), _slice(k, *keys), _slice(v, *keys), w, bias
+
+
+def each(
+    p: Problem, cuts: Iterable[Cut], *tensors: Any
+) -> Iterator[tuple[Cut, Problem, tuple[Any, ...]]]:
+    """The blocks, each with its (q, k, v, w, bias)."""
+    for cut in cuts:
+        yield cut, block_of(p, cut), tensors_of(p, cut, *tensors)
 
 
 def operand_of(x: Tensor, cut: Cut) -> Tensor:

@@ -7,7 +7,6 @@ Compiled code is one block, and so is all else that has no memory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ def forward(
         out, rows = empty_out(q, p.E, p.result_dtype), (p.B, p.H, p.M)
         lse, stats = (q.new_empty(*rows, *end, dtype=p.acc_dtype) for end in ((), (2,)))
         weights = q.new_zeros(p.weights_shape())
-        for cut, block, tensors in _each(p, cuts, q, k, v, w, bias):
+        for cut, block, tensors in blocks.each(p, cuts, q, k, v, w, bias):
             own = None if sink is None else blocks.of_heads(sink, cut)
             part = reference.forward_with_stats(block, *tensors, sink=own)
             for whole, x in ((out, part[0]), (lse, part[1]), (stats, part[3])):
@@ -90,7 +89,7 @@ def _sums(p: Problem, inputs: tuple[Any, ...], given: Saved, cuts: list[Cut]) ->
     sums: list[Any] = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
     sums.append(None if w is None else q.new_zeros(p.B, p.H, p.D, dtype=dtype))
     sums.append(None if bias is None else bias.new_zeros(bias.shape, dtype=dtype))
-    for cut, block, tensors in _each(p, cuts, *inputs):
+    for cut, block, tensors in blocks.each(p, cuts, *inputs):
         rows = {
             name: blocks.rows_of(x, cut)
             for name in ("out", "stats", "grad_out", "grad_lse")
@@ -115,10 +114,3 @@ def _cuts(p: Problem, q: Tensor) -> list[Cut]:
         return [blocks.whole(p)]
     on_cpu = q.device.type == "cpu"
     return blocks.by_rows(p, _NUMBERS_OF_THREAD * torch.get_num_threads() if on_cpu else _NUMBERS)
-
-
-def _each(
-    p: Problem, cuts: list[Cut], *tensors: Any
-) -> Iterator[tuple[Cut, Problem, tuple[Any, ...]]]:
-    for cut in cuts:
-        yield cut, blocks.block_of(p, cut), blocks.tensors_of(p, cut, *tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,10 +73,6 @@ class Blocks:
         self.p, self.tensors, self.cuts = p, tensors, cuts
         self.shift_unit = self.backend.shift_unit(p, tensors[4] is not None)
 
-    def _each(self, cuts: list[Cut]) -> Iterator[tuple[Cut, Problem, tuple]]:
-        for cut in cuts:
-            yield cut, blocks.block_of(self.p, cut), blocks.tensors_of(self.p, cut, *self.tensors)
-
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.p.acc_dtype, device=self.p.device)
 
@@ -90,7 +85,10 @@ class Blocks:
             self._zeros(*rows, 2),
         )  # fmt: skip
         for cuts in self.cuts:
-            parts = [Part(*self.backend.forward(b, *x)) for _, b, x in self._each(cuts)]
+            parts = [
+                Part(*self.backend.forward(b, *x))
+                for _, b, x in blocks.each(p, cuts, *self.tensors)
+            ]
             merged, shares = blocks.merge(self.shift_unit, parts)
             for name in ("out", "lse", "stats"):
                 blocks.rows_of(getattr(found, name), cuts[0]).copy_(getattr(merged, name))
@@ -108,7 +106,7 @@ class Blocks:
         sums.append(None if w is None else self._zeros(p.B, p.H, p.D))
         sums.append(None if bias is None else self._zeros(*bias.shape))
         rows = found.out.to(p.dtype), found.stats, grad_out
-        for cut, b, x in self._each([cut for cuts in self.cuts for cut in cuts]):
+        for cut, b, x in blocks.each(p, itertools.chain(*self.cuts), *self.tensors):
             own_lse = None if grad_lse is None else blocks.rows_of(grad_lse, cut)
             own_weights = None
             if grad_weights is not None:
