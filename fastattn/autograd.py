@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastattn import sinks
 from fastattn.backends import registry
 from fastattn.problem import Problem, arguments, reference
 from fastattn.problem.record import MASK_TENSORS, laid_out, returned
@@ -147,7 +146,6 @@ def _positional(*names: str) -> Callable[[Callable], Callable]:
 
 # ---- the tensors of a call: those with a gradient, then Problem.tensors() ----
 
-# No backend makes the gradient of a sink: ``sinks.py`` does.
 _SINK = Call._fields.index("bias") + 1
 _TENSORS = (*Call._fields[:_SINK], "sink", *Call._fields[_SINK : Call._fields.index("seed") + 1])
 _MASKS = [_TENSORS.index(name) for name in MASK_TENSORS]
@@ -155,8 +153,7 @@ _W, _BIAS, _SEED = map(_TENSORS.index, ("w", "bias", "seed"))
 _OF_HEADS = _W, _SINK  # of all samples alike, or of each its own
 _INPUTS, _ALL = _SINK + 1, _SEED + 1  # how many have a gradient, and how many exist
 # Of the backward Function, after those: what was saved of results, and their gradients.
-# lse and weights are those beside a sink that needs a gradient.
-_SAVED, _UPSTREAM = ("out", "stats", "lse", "weights"), Saved._fields[2:-1]
+_SAVED, _UPSTREAM = Saved._fields[:2], Saved._fields[2:-2]
 
 
 def _parts(tensors: tuple) -> tuple[tuple, tuple, tuple]:
@@ -176,9 +173,8 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.backend, ctx.p, *tensors = inputs
-        out, lse, weights, stats = output
-        beside = (None, None) if tensors[_SINK] is None else (lse, weights)
-        ctx.save_for_backward(*tensors, out, stats, *beside)
+        out, _, weights, stats = output
+        ctx.save_for_backward(*tensors, out, stats)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
         absent = (weights,) if ctx.p.weights == "none" else ()
@@ -192,18 +188,16 @@ class AttentionFunction(torch.autograd.Function):
         grad_weights: Tensor | None,
         _grad_stats: Tensor | None,
     ) -> tuple:
-        inputs, own, (out, stats, lse, weights) = _parts(ctx.saved_tensors)
+        inputs, own, (out, stats) = _parts(ctx.saved_tensors)
         if ctx.p.weights == "none":  # torch.compile makes zeros for it all the same
-            weights = grad_weights = None
+            grad_weights = None
         if grad_out is None and grad_lse is None and grad_weights is None:
             return (None,) * (2 + _ALL)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        if not ctx.needs_input_grad[2 + _SINK]:
-            lse = weights = None
         wanted = ctx.needs_input_grad[2 + _BIAS]
-        saved, upstream = (out, stats, lse, weights), (grad_out, grad_lse, grad_weights)
-        grads = gradients(ctx.backend, ctx.p, wanted, inputs, own, saved, upstream)
+        upstream = grad_out, grad_lse, grad_weights
+        grads = gradients(ctx.backend, ctx.p, wanted, inputs, own, (out, stats), upstream)
         return (None, None, *grads, *[None] * len(own))
 
     @staticmethod
@@ -223,8 +217,8 @@ def gradients(
 ) -> list[Any]:
     """Those of (q, k, v, w, bias, sink), differentiable where that may be needed.
 
-    ``own`` are the tensors of the record, which ``p`` lacks. ``saved`` are ``_SAVED``, with lse and
-    weights if the gradient of a sink is wanted. ``upstream`` are ``_UPSTREAM``.
+    ``own`` are the tensors of the record, which ``p`` lacks. ``saved`` are ``_SAVED``, and
+    ``upstream`` are ``_UPSTREAM``.
     """
     tensors = (*inputs, *own, *saved, *upstream)
     function = either(AttentionBackwardFunction, BackwardForwardMode)
@@ -247,15 +241,9 @@ class AttentionBackwardFunction(torch.autograd.Function):
     @staticmethod
     @_positional("backend", "p", "bias_needs_grad", *_TENSORS, *_SAVED, *_UPSTREAM)
     def forward(backend: str, p: Problem, bias_needs_grad: bool, *tensors: Tensor | None) -> tuple:
-        (*inputs, sink), own, (out, stats, lse, weights, *upstream) = _parts(tensors)
+        (*inputs, sink), own, saved = _parts(tensors)
         p = p.with_tensors(*own)
-        # Before the others, so that what it takes meanwhile does not lie beside them.
-        grad_sink = None
-        if lse is not None:
-            unit = registry.get(backend).shift_unit(p, inputs[_BIAS] is not None)
-            grad_sink = sinks.gradient(sink, unit, out, lse, weights, stats, *upstream)
-        saved = out, stats, *upstream, bias_needs_grad
-        return *registry.get(backend).backward(p, *inputs, *saved), grad_sink
+        return registry.get(backend).backward(p, *inputs, *saved, bias_needs_grad, sink)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -129,7 +129,6 @@ def scaled_dot_product_attention(
         sink: ``[H]``, float32 or query's dtype: one more logit a head in the softmax, without a
             value. It is neither scaled nor capped, and differentiable. Weights of a row then sum to
             less than 1, and the log-sum-exp includes the sink: a row without keys has lse = sink.
-            With a sink, ``return_weights="mean"`` takes the memory of ``"full"``.
         return_weights: also return the weights that multiply value, after dropout: ``"full"``
             (``[..., H, M, N]``) or their ``"mean"`` over heads (``[..., M, N]``). Differentiable.
         return_lse: also return the log-sum-exp of the masked scores, ``[..., H, M]``, float32
@@ -342,9 +341,6 @@ def _attend(
     arguments.check_bool("return_lse", return_lse)
     cast = arguments.autocast(score, *(tensors if call is None else call[:4]))
     sink = options.pop("sink", None)
-    average = sink is not None and options["return_weights"] == "mean"
-    if average:  # over heads, each of which has its sink
-        options["return_weights"] = "full"
     if call is not None and call.seed is not None:
         options["seed"] = call.seed
     inputs = validate.build(score, *cast, **options)
@@ -360,9 +356,9 @@ def _attend(
     seen = call_cache.Known(p, chosen, *dims, forward=forward, waits=waits)
     watch.call(p, backend, biased, canonical[:3], grad)
     known = False
-    if call is not None and not average and registry.may_remember(p, chosen):
+    if call is not None and registry.may_remember(p, chosen):
         known = call_cache.remember(seen, canonical, inputs.bias, call)
-    found = run(seen, inputs.bias, canonical, return_lse, sink, average)
+    found = run(seen, inputs.bias, canonical, return_lse, sink)
     if call is not None and chosen == "cpu" and not return_lse and (known or not grad):
         direct.remember_first(call, found)
     return found

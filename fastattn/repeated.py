@@ -42,7 +42,7 @@ class Repeated(torch.autograd.Function):
         given = ctx.needs_input_grad, saved, grad_out, grad_weights
         grads = direct.backward(ctx.trained, given)
         if type(grads) is tuple:
-            return _summed(grads, saved[3]) if ctx.trained.has_weight else grads
+            return _summed(ctx.trained, grads, saved)
         ordinary = _gradients(ctx.trained, *given)
         if grads is direct.UNKNOWN:
             direct.remember_backward(ctx.trained, given, ordinary)
@@ -55,10 +55,18 @@ _base: Any = super(torch.autograd.Function, Repeated)
 attend: Callable[..., Any] = _base.apply
 
 
-def _summed(grads: tuple, weight: Tensor) -> tuple:
-    """The same with the gradient of the weight, which is in the fifth place."""
-    summed = autograd.of_heads(grads[4], weight if weight.dim() > 1 else weight[None])
-    return (*grads[:4], summed.reshape(weight.shape), *grads[5:])
+def _summed(trained: Trained, grads: tuple, tensors: tuple[Tensor, ...]) -> tuple:
+    """The same with the gradients of a weight and of a sink, which samples share."""
+    if not trained.has_weight and trained.sink is None:
+        return grads
+    summed = list(grads)
+    if trained.has_weight:
+        weight = tensors[3]
+        grad = autograd.of_heads(grads[4], weight if weight.dim() > 1 else weight[None])
+        summed[4] = grad.reshape(weight.shape)
+    if (n := trained.sink) is not None:
+        summed[1 + n] = autograd.of_heads(grads[1 + n], tensors[n])
+    return tuple(summed)
 
 
 def _gradients(
@@ -72,7 +80,7 @@ def _gradients(
     *tensors, out, stats = saved
     given = [None if n is None else tensors[n] for n in trained.masks]
     q, k, v, *others = tensors
-    seed = None if trained.seed is None else tensors[trained.seed]
+    seed, sink = (None if n is None else tensors[n] for n in (trained.seed, trained.sink))
     known, bias = trained.known.at(q.shape[-2], k.shape[-2]).around(given, seed)
     inputs = known.tensors(q, k, v, others[0] if trained.has_weight else None)
     p = known.p
@@ -83,11 +91,11 @@ def _gradients(
     bare = p.with_tensors(*[None] * len(own))
     place = trained.masks[-1]  # of the bias
     wanted = place is not None and needed[1 + place]
-    results = (out, stats, None, None), (grad_out, None, grad_weights)
-    found = autograd.gradients(known.backend, bare, wanted, (*inputs, bias, None), own, *results)
+    results = (out, stats), (grad_out, None, grad_weights)
+    found = autograd.gradients(known.backend, bare, wanted, (*inputs, bias, sink), own, *results)
     grads: list[Tensor | None] = [None] * (1 + len(tensors))
-    places = 0, 1, 2, 3 if trained.has_weight else None, place if wanted else None
-    for n, grad in zip(places, found, strict=False):
+    places = 0, 1, 2, 3 if trained.has_weight else None, place if wanted else None, trained.sink
+    for n, grad in zip(places, found, strict=True):
         if n is not None:
             grads[1 + n] = grad.reshape(tensors[n].shape)
     return tuple(grads)

@@ -87,8 +87,7 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
 # For dot products of backends that compile nothing at the first call: more than one tile, for each
 # head size that has kernels of its own.
 LONG: dict[str, Any] = dict(B=1, H=1, Hkv=1, M=200, N=700, lse=True)
-SINK: dict[str, Any] = dict(sink=0.0, bias_grad=False)
-WHOLE = [dict(LONG, D=64, E=64), dict(LONG, D=128, E=128, causal="bottom_right") | SINK]
+WHOLE = [dict(LONG, D=64, E=64), dict(LONG, D=128, E=128, causal="bottom_right", sink=0.0)]
 # For products of warpgroups alone: heads over 128, kernels with a softcap, a mask that leaves tiles
 # out, and rows that its copies cannot read, which the usual kernels take.
 WARPGROUPS = [
@@ -144,7 +143,7 @@ def _drawn_in(name: str) -> torch.dtype:
 
 # ---- on the backend ----
 
-Raw = tuple[Any, ...]  # (out, lse, weights), and the gradients of q, k, v, w and bias
+Raw = tuple[Any, ...]  # (out, lse, weights), and the gradients of q, k, v, w, bias and sink
 
 
 def _launch(check: Check, case: testing.Case, t: testing.Tensors, device: torch.device) -> Raw:
@@ -178,15 +177,16 @@ def _passes(
             [stats[..., 0] * backend.shift_unit(p, bias is not None), stats[..., 1]], -1
         )
         backend = registry.get("eager")
-    saved = (out, stats, *upstream, bias is not None)
-    *grads, grad_w, grad_bias = backend.backward(p, q, k, v, w, bias, *saved)
+    saved = (out, stats, *upstream, bias is not None, sink)
+    *grads, grad_w, grad_bias, grad_sink = backend.backward(p, q, k, v, w, bias, *saved)
     grad_w = None if grad_w is None else grad_w.to(w.dtype)
-    return (out, lse, weights, *grads, grad_w, grad_bias)
+    grad_sink = None if grad_sink is None else grad_sink.to(sink.dtype)
+    return (out, lse, weights, *grads, grad_w, grad_bias, grad_sink)
 
 
 def _named(check: Check, case: testing.Case, t: testing.Tensors, raw: Raw) -> dict[str, Tensor]:
     """The results by their names in an oracle."""
-    return explicit(case, t, _dtype(check), lambda *_: (raw[:3], (*raw[3:], None)))
+    return explicit(case, t, _dtype(check), lambda *_: (raw[:3], raw[3:]))
 
 
 def _dtype(check: Check) -> torch.dtype | None:

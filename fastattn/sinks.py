@@ -7,7 +7,8 @@ pass needs no more than that of a row, so no gradient but the sink's own knows o
 
     -sum_i e^(sink - lse_i) delta_i         delta_i = dO_i . O_i + sum_j W_ij dW_ij - dlse_i
 
-Results of many processes are merged before their sink counts. ``fold`` puts it into them:
+Results of many processes are merged before their sink counts. ``fold`` puts it into them, and
+``gradient`` is that of theirs:
 
     share = 1 / (1 + e^(sink - lse))    out' = share out    lse' = log(e^lse + e^sink)
 
@@ -28,8 +29,6 @@ from fastattn.problem import reference, validate
 
 # Numbers of a copy in float32, for each thread: docs/decisions/0028-sinks.md.
 _AT_ONCE = 2**16
-# Far below what a backend saves for a row with keys, and far above where digits are lost.
-_LEAST_FACTOR = 1e-35
 
 
 def check(sink: Tensor, query: Tensor) -> None:
@@ -51,7 +50,7 @@ def fold(
     shift, factor = stats[..., 0], stats[..., 1]
     # e^(shift - sink), of which the last digits count where it is tiny.
     e = _beyond(sink, shift, unit).neg_().clamp_(max=80).exp_()
-    share = (e / (e + factor).clamp_(min=_LEAST_FACTOR)).to(shift.dtype)
+    share = (e / (e + factor).clamp_(min=reference.LEAST_FACTOR)).to(shift.dtype)
     _scale(out, share)
     if weights.dim() == 4:
         _scale(weights, share)
@@ -86,31 +85,24 @@ def gradient(
     sink: Tensor,
     unit: float,
     out: Tensor,
-    lse: Tensor,
     weights: Any,
     stats: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     grad_weights: Tensor | None,
 ) -> Tensor:
-    """That of the sinks, of each sample: ``[B, H]``, in the dtype of lse. Results are folded.
+    """That of the sinks, of each sample: ``[B, H]``, in the dtype of stats. Results are folded.
 
     ``weights`` are read where they have a gradient.
     """
-    delta = _dot(grad_out, out, lse.dtype)
-    # A row without keys has the output 0, whatever its gradient is.
-    shift, factor = stats[..., 0], stats[..., 1]
-    delta = delta.masked_fill_(factor == 0, 0.0)
-    # Not in place: with is_grads_batched, only some of these may have the batch.
+    delta = _dot(grad_out, out, stats.dtype)
     if grad_weights is not None:
         known = grad_weights.masked_fill(weights == 0, 0.0)  # garbage behind a mask
-        delta = delta + _dot(known, weights, lse.dtype)
+        delta = delta + _dot(known, weights, stats.dtype)
     if grad_lse is not None:
         delta = delta - grad_lse
-    taken = _beyond(sink, shift, unit).exp_().mul_(factor).to(lse.dtype)
-    # Where the factor has lost its digits, the sink has all of a row, and the log-sum-exp is it.
-    taken = torch.where(factor < _LEAST_FACTOR, reference.sink_weight(sink, lse), taken)
-    return -(taken * delta).sum(-1)
+    delta = reference.without_empty_rows(delta, stats, grad_lse)
+    return -(reference.known_sink_weight(sink, stats, unit) * delta).sum(-1)
 
 
 def _dot(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -130,11 +130,18 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
     p.grad_bias = view_of(grad_bias, "grad_bias", {p.B, p.H, rows, cols}, /*may_broadcast=*/true);
   }
 
+  p.sink = sink_view(saved.sink, p);
+  Tensor grad_sink = empty(q, {0}, ScalarType::Float);
+  if (saved.sink) {
+    grad_sink = empty(q, {p.B, p.H}, ScalarType::Float);
+    p.grad_sink = sink_grad_view(p, grad_sink.data_ptr());
+  }
+
   device::Current current(q);
   const OptTensor workspace = workspace_of(q, device::backward_workspace_bytes(p));
   p.workspace = workspace ? workspace->data_ptr() : nullptr;
   current.backward(p);
-  put(stack, grad_q, grad_k, grad_v, grad_w, grad_bias);
+  put(stack, grad_q, grad_k, grad_v, grad_w, grad_bias, grad_sink);
 }
 
 #ifndef FASTATTN_FOR_CUDA

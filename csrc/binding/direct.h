@@ -150,7 +150,8 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
 }
 
 // (plan of the forward pass, table, what backward got) -> the gradients, None for the first
-// argument of run()'s result and one for each other. That of a weight has a row for each sample.
+// argument of run()'s result and one for each other. That of a weight or a sink has a row for each
+// sample.
 // None and NotImplemented as run().
 inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
@@ -173,6 +174,7 @@ inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
       const int n = *input++;
       if (*pointer != nullptr) all[1 + n] = PyList_GetItem(results, next++);
     });
+    if (plan.sink >= 0) all[1 + plan.sink] = PyList_GetItem(results, next);
     for (PyObject* x : all) Py_INCREF(x);
     grads = pack(all);
   }
@@ -220,7 +222,7 @@ inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   const auto& forward = plan_of<ForwardParams>(args[0]);
   auto made = std::make_unique<Plan<BackwardParams>>();
   const BackwardParams& p = made->p = device::Current::last<BackwardParams>();
-  made->inputs = forward.inputs, made->limits = forward.limits;
+  made->inputs = forward.inputs, made->limits = forward.limits, made->sink = forward.sink;
   bool possible = has_arguments(given, made.get()) && p.grad_lse == nullptr;
   const int64_t sizes[] = {p.B, p.H, p.D};
   const Result of_heads{contiguous(3, sizes), ScalarType::Float};
@@ -233,6 +235,7 @@ inline PyObject* plan_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
     possible = result.has_value();
     if (possible) made->results.push_back(*result);
   });
+  if (made->sink >= 0) made->results.push_back({contiguous(2, sizes), ScalarType::Float});
   PyErr_Clear();
   return pack({given.key(), possible ? as_capsule(std::move(made)) : Py_NewRef(Py_None)});
 }

@@ -31,6 +31,7 @@ struct Plan {
   Params p;  // its pointers are those of the earlier call
   // The argument that each_input() and each_limit() point to, by number; -1: nullptr.
   std::vector<int> inputs, limits;
+  int sink = -1;          // likewise
   bool has_line = false;  // which each_input() then lacks
   bool any_length = false;
   std::vector<Result> results;
@@ -54,7 +55,7 @@ void each_saved(BackwardParams* p, F f) {
 // How many arguments a forward pass has.
 template <typename Params>
 size_t count_arguments(const Plan<Params>& plan) {
-  size_t count = plan.p.dropout.enabled;
+  size_t count = plan.p.dropout.enabled + (plan.sink >= 0);
   for (const std::vector<int>* numbers : {&plan.inputs, &plan.limits})
     for (const int n : *numbers) count += n >= 0;
   return count;
@@ -64,6 +65,7 @@ size_t count_arguments(const Plan<Params>& plan) {
 inline void set_roles(const Plan<ForwardParams>& plan, std::vector<Argument>* arguments) {
   for (const int n : plan.limits)
     if (n >= 0) (*arguments)[n].role = Role::kOther;
+  if (plan.sink >= 0) (*arguments)[plan.sink].part = kSink;
   const Role weights = plan.p.weights_mode == WeightsMode::kMean ? Role::kMean : Role::kPairs;
   size_t n = count_arguments(plan);
   for (const Role role : {Role::kPoints, Role::kStats, Role::kPoints, weights})
@@ -120,7 +122,10 @@ inline bool find_arguments(const Description& given, Plan<ForwardParams>* plan) 
   if (sinks != nullptr) found = found && (dtype == DType::kFloat32 || dtype == plan->p.q.dtype);
   for (size_t n = 0; n < all.size(); ++n) {
     if (all[n].part == kSeed) uses[n] = drops;
-    if (all[n].part == kSink) uses[n] = all[n].tensor.data == sinks;
+    if (all[n].part == kSink) {
+      uses[n] = all[n].tensor.data == sinks;
+      plan->sink = static_cast<int>(n);
+    }
   }
   for (const int count : uses) found = found && count == 1;
   const auto has = [&](int part) { return given.find(part) != nullptr; };
@@ -146,7 +151,8 @@ inline bool has_arguments(const Description& given, Plan<BackwardParams>* plan) 
     same = same && present == (limit->data != nullptr);
   });
   each_saved(&plan->p, [&](auto* pointer) { same = same && *pointer == all[saved++].tensor.data; });
-  return same;
+  const void* const sinks = plan->sink < 0 ? nullptr : all[plan->sink].tensor.data;
+  return same && plan->p.sink.data == sinks;
 }
 
 inline Layout layout_of(const dlpack::Tensor& t) {
@@ -225,11 +231,6 @@ bool read_limits(const dlpack::Tensor& t, int64_t most, int32_t* to) {
   return true;
 }
 
-inline void set_sinks(const Description& given, ForwardParams* p) {
-  if (p->sink.data != nullptr) p->sink.data = given.find(kSink)->data;
-}
-inline void set_sinks(const Description&, BackwardParams*) {}
-
 // Sets the pointers to arguments and the seed, and makes limits and a line in `memory`. False if a
 // number is wrong.
 template <typename Params>
@@ -247,7 +248,7 @@ bool set_arguments(const Plan<Params>& plan, const Description& given, void* mem
   });
   if (p->dropout.enabled)
     device::set_seed(static_cast<const int64_t*>(given.find(kSeed)->data), &p->dropout);
-  set_sinks(given, p);
+  if (plan.sink >= 0) p->sink.data = all[plan.sink].tensor.data;
   const int* number = plan.limits.data();
   auto* next = static_cast<int32_t*>(memory);
   bool right = true;
@@ -352,7 +353,7 @@ inline bool set_lengths(const Plan<BackwardParams>& plan, const Description& giv
   FourDims own = bias.dims;
   std::copy_n(contiguous(4, sizes).strides, 4, own.strides);
   set_strides(own, &p->grad_bias);
-  results->back().layout = contiguous(bias.tensor.ndim, bias.tensor.shape);
+  (*results)[kFirst].layout = contiguous(bias.tensor.ndim, bias.tensor.shape);
   return true;
 }
 
@@ -387,7 +388,7 @@ inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Descri
   return results;
 }
 
-// The gradients that there are, in the order of each_gradient().
+// The gradients that there are, in the order of each_gradient(), and that of a sink.
 inline std::vector<Handle> compute(const Plan<BackwardParams>& plan, const Description& given) {
   BackwardParams p = plan.p;
   std::vector<Result> own;
@@ -401,6 +402,7 @@ inline std::vector<Handle> compute(const Plan<BackwardParams>& plan, const Descr
   each_gradient(&p, [&](auto* pointer) {
     if (*pointer != nullptr) add_result(like[results.size()], &results, pointer);
   });
+  if (plan.sink >= 0) add_result(like.back(), &results, &p.grad_sink.data);
   device::Current::compute(p);
   return results;
 }

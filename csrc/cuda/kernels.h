@@ -30,8 +30,8 @@ int64_t backward_workspace_bytes(const BackwardParams& params);
 // Forward writes out, lse, stats and, unless weights_mode is kNone, weights.
 const char* forward(const ForwardParams& params, void* stream);
 
-// Backward writes grad_q, grad_k and grad_v, and grad_w and grad_bias where they have memory. It
-// reads grad_weights and grad_lse where these have some.
+// Backward writes grad_q, grad_k and grad_v, and grad_w, grad_bias and grad_sink where they have
+// memory. It reads grad_weights and grad_lse where these have some.
 const char* backward(const BackwardParams& params, void* stream);
 
 // Whether the dot product runs by products of warpgroups (dot/*_wgmma.cu) on a device, where it

@@ -32,7 +32,7 @@ FASTATTN_FN void take_heads_as_rows(ForwardParams* p) {
 }
 FASTATTN_FN void take_heads_as_rows(BackwardParams* p) {
   take_common_heads_as_rows(p);
-  View* const views[] = {&p->out, &p->grad_out, &p->grad_q, &p->grad_bias};
+  View* const views[] = {&p->out, &p->grad_out, &p->grad_q, &p->grad_bias, &p->sink, &p->grad_sink};
   for (View* view : views) take_heads_as_rows(p->M, view);
   if (p->bias_H > 1) p->bias_H = p->H, p->bias_M = p->M;
 }

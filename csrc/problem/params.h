@@ -66,6 +66,7 @@ struct AttentionParams {
   View w;     // additive: [1, H, 1, D]; gaussian: bandwidths, [1|B, H, 1, D]; absent for dot
   View bias;  // [B, H, M, N], broadcast dims have stride 0
   bool bias_is_line;  // a function of (b, h, j - i) in memory: bias.stride_r is -bias.stride_c
+  View sink;          // [B, H, M, 1], one more logit of every row, without a value; or absent
   MaskParams mask;
   DropoutParams dropout;
   WeightsMode weights_mode;
@@ -112,7 +113,6 @@ struct ForwardParams : AttentionParams {
   float* lse;    // [B, H, M], natural log, -inf where a row keeps no key; may be nullptr on a CPU
   float* stats;  // [B, H, M, 2], (shift, factor): weights are e^(score - unit * shift) * factor
   View weights;  // full: [B, H, M, N]; mean: [B, 1, M, N]
-  View sink;     // [B, H, M, 1], one more logit of every row, without a value; or absent
   void* workspace;  // forward_workspace_bytes(), 64-byte aligned
 };
 
@@ -129,6 +129,9 @@ struct BackwardParams : AttentionParams {
   // The extent of the bias gradient in each dim: its full size or 1. A line has one row, in which
   // the sum over a diagonal is at j - i + M - 1, of M + N - 1.
   int64_t bias_B, bias_H, bias_M, bias_N;
+  // Shaped like sink, a sum over rows if stride_r is 0. Where it is not wanted both are absent: out
+  // and stats have the sink in them.
+  View grad_sink;
   void* workspace;  // backward_workspace_bytes(), 64-byte aligned
 };
 

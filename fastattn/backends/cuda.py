@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastattn.backends import _gpu, operators
 from fastattn.problem import Problem, arguments
+from fastattn.problem.record import Grads
 
 # D and E; csrc/cuda/dispatch.cu's own. wgmma.py says who can have more than 128 of a dot product.
 MAX_HEAD_SIZE = {"dot": (256, 256), "additive": (4096, 256), "gaussian": (4096, 256)}
@@ -43,7 +44,7 @@ forward, shift_unit = OPERATORS.forward, _gpu.shift_unit
 
 def backward(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None, *saved: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> Grads:
     """See ``registry.Backend``.
 
     The fast kernels of the dot product cannot read an expanded gradient, as that of a sum.

@@ -46,8 +46,8 @@ class Trained(NamedTuple):
     """What backward asks of a call with a plan.
 
     ``backward`` are the plans of its backward passes. ``has_weight``: the call's fourth tensor is
-    one. ``masks`` are what ``Call.masks()`` lists, as numbers of the call's tensors, and so is
-    ``seed``.
+    one. ``masks`` are what ``Call.masks()`` lists, as numbers of the call's tensors, and so are
+    ``seed`` and ``sink``.
     """
 
     forward: Any
@@ -56,6 +56,7 @@ class Trained(NamedTuple):
     has_weight: bool
     masks: tuple[int | None, ...]
     seed: int | None
+    sink: int | None
 
 
 def _set_up() -> Any:
@@ -118,24 +119,25 @@ def remember(call: Call, result: Any, first: bool = False) -> None:
 def _trained(plan: Any, call: Call, tensors: tuple[Tensor, ...]) -> Trained | None:
     """None beside a bias of head and distance: its gradient is not that of the kernels' line.
 
-    None too if two masks are one tensor: other such calls have two. None if inputs broadcast:
-    their gradients are sums. And None beside a sink: the kernels have no gradient of it.
+    None too if two masks are one tensor: other such calls have two. And None if inputs broadcast:
+    their gradients are sums.
     """
     known, given = call_cache.known_of(call), call.masks()
-    if known is None or given is None or isinstance(call.bias, Relative) or call.sink is not None:
+    if known is None or given is None or isinstance(call.bias, Relative):
         return None
     numbers = {id(x): n for n, x in enumerate(tensors) if n >= 3}  # others than q, k and v
     if len(numbers) < len(tensors) - 3:
         return None
     masks = tuple(None if x is None else numbers[id(x)] for x in given)
-    return Trained(plan, {}, known, call.weight is not None, masks, numbers.get(id(call.seed)))
+    others = (numbers.get(id(x)) for x in (call.seed, call.sink))
+    return Trained(plan, {}, known, call.weight is not None, masks, *others)
 
 
 def backward(trained: Trained, given: tuple) -> Any:
     """The gradients that the autograd Function returns; UNKNOWN and None as ``run``.
 
     ``given`` is which gradients are wanted, what was saved, and the gradients of results. The
-    gradient of a weight has those of samples.
+    gradients of a weight and of a sink have those of samples.
     """
     if _somebody_could_tell():
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn import blocks
 from fastattn.blocks import Cut
 from fastattn.problem import Problem, arguments, reference
-from fastattn.problem.record import empty_out, laid_out
+from fastattn.problem.record import Grads, empty_out, laid_out
 from fastattn.problem.schemas import Saved
 
 # Numbers of a matrix of a block, on a CPU for each thread: found on AMD Zen 4 alone (0036). That of
@@ -61,25 +61,25 @@ def shift_unit(p: Problem, biased: bool) -> float:
 
 def backward(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None, *saved: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> Grads:
     """See ``registry.Backend``."""
     given, cuts = Saved(*saved), _cuts(p, q)
     compute = _backward if len(cuts) == 1 else _sums
     with arguments.no_autocast(p.device.type):
         grads = compute(p, (q, k, v, w, bias), given, cuts)
-    grad_q, grad_k, grad_v, grad_w, grad_bias = grads
+    grad_q, grad_k, grad_v, grad_w, grad_bias, grad_sink = grads
     grad_q, grad_k, grad_v = (grad.to(p.result_dtype) for grad in (grad_q, grad_k, grad_v))
     if bias is None or not given.bias_needs_grad:
-        return grad_q, grad_k, grad_v, grad_w, None
-    return grad_q, grad_k, grad_v, grad_w, grad_bias.to(bias.dtype)
+        return grad_q, grad_k, grad_v, grad_w, None, grad_sink
+    return grad_q, grad_k, grad_v, grad_w, grad_bias.to(bias.dtype), grad_sink
 
 
 def _backward(p: Problem, inputs: tuple[Any, ...], given: Saved, _: Any = None) -> tuple[Any, ...]:
     """Gradients of the inputs, in ``p.acc_dtype``."""
     return reference.backward(
-        p, *inputs, sink=None, grad_out=given.grad_out, grad_lse=given.grad_lse,
+        p, *inputs, sink=given.sink, grad_out=given.grad_out, grad_lse=given.grad_lse,
         grad_weights=given.grad_weights, out=given.out, stats=given.stats,
-    )[:5]  # fmt: skip
+    )  # fmt: skip
 
 
 def _sums(p: Problem, inputs: tuple[Any, ...], given: Saved, cuts: list[Cut]) -> list[Any]:
@@ -89,6 +89,7 @@ def _sums(p: Problem, inputs: tuple[Any, ...], given: Saved, cuts: list[Cut]) ->
     sums: list[Any] = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
     sums.append(None if w is None else q.new_zeros(p.B, p.H, p.D, dtype=dtype))
     sums.append(None if bias is None else bias.new_zeros(bias.shape, dtype=dtype))
+    sums.append(None if given.sink is None else q.new_zeros(p.B, p.H, dtype=dtype))
     for cut, block, tensors in blocks.each(p, cuts, *inputs):
         rows = {
             name: blocks.rows_of(x, cut)
@@ -98,11 +99,16 @@ def _sums(p: Problem, inputs: tuple[Any, ...], given: Saved, cuts: list[Cut]) ->
         own = given._replace(**rows)
         if given.grad_weights is not None:
             own = own._replace(grad_weights=blocks.weights_of(p, given.grad_weights, cut))
+        if given.sink is not None:
+            own = own._replace(sink=blocks.of_heads(given.sink, cut))
         grads = _backward(block, tensors, own)
-        for total, grad in zip(blocks.tensors_of(p, cut, *sums), grads, strict=True):
+        of_sink = None if given.sink is None else blocks.of_heads(sums[5], cut)
+        totals = *blocks.tensors_of(p, cut, *sums[:5]), of_sink
+        for total, grad in zip(totals, grads, strict=True):
             if total is not None:
                 total += grad
-    sums[3] = None if w is None else sums[3].to(p.acc_dtype)
+    for n in (3, 5):
+        sums[n] = None if sums[n] is None else sums[n].to(p.acc_dtype)
     return sums
 
 

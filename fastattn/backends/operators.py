@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import Problem, schemas
-from fastattn.problem.record import empty_gradient, empty_out, weights_of, weights_shape
+from fastattn.problem.record import Grads, empty_gradient, empty_out, weights_of, weights_shape
 from fastattn.problem.schemas import Saved
 
 # ---- the compiled libraries ----
@@ -120,8 +120,9 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     grad_w = call.q.new_empty((0,) if call.w is None else (B, H, D), dtype=torch.float32)
     bias = call.bias if saved.bias_needs_grad else None
     grad_bias = call.q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    grad_sink = call.q.new_empty((0,) if saved.sink is None else (B, H), dtype=torch.float32)
     grads = (empty_gradient(x, call.wide) for x in (call.q, call.k, call.v))
-    return *grads, grad_w, grad_bias
+    return *grads, grad_w, grad_bias, grad_sink
 
 
 # ---- a pair of operators a backend ----
@@ -164,11 +165,13 @@ class Operators:
         w: Tensor | None,
         bias: Tensor | None,
         *saved: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> Grads:
         """See ``registry.Backend``."""
-        *grads, grad_w, grad_bias = self._backward(q, k, v, w, bias, *p.operands, *saved)
-        biased = Saved(*saved).bias_needs_grad
-        return (*grads, None if w is None else grad_w, grad_bias if biased else None)
+        grads = self._backward(q, k, v, w, bias, *p.operands, *saved)
+        given = Saved(*saved)
+        present = w is not None, given.bias_needs_grad, given.sink is not None
+        beside = (x if there else None for x, there in zip(grads[3:], present, strict=True))
+        return *grads[:3], *beside  # pyright: ignore[reportReturnType]
 
 
 # ---- attention between its projections, at inference on CPUs ----

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastattn.backends import cpu, cuda, eager, health, triton, wgmma
 from fastattn.problem import Problem
+from fastattn.problem.record import Grads
 
 
 class Backend(Protocol):
@@ -51,11 +52,13 @@ class Backend(Protocol):
     def backward(
         self, p: Problem, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, bias: Tensor | None,
         *saved: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """Gradients of (q, k, v, w, bias). The gradient of w is ``[B, H, D]``, in ``p.acc_dtype``.
+    ) -> Grads:  # fmt: skip
+        """Gradients of (q, k, v, w, bias, sink), of those that are there.
 
+        The gradients of w, ``[B, H, D]``, and of the sink, ``[B, H]``, are in ``p.acc_dtype``.
         ``saved``: the fields of ``schemas.Saved``. Of a block of keys, out and stats may be those
-        of all keys: see ``blocks.py``. Beside a sink they have it in them.
+        of all keys: see ``blocks.py``. Beside a sink they have it in them, whether the sink's own
+        gradient is wanted or not.
         """
         ...
 

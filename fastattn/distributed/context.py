@@ -108,7 +108,8 @@ def context_parallel_attention(
             order, which waits for the device. Compiled calls take equal shares instead.
         key_layout: the same of the keys, for cross-attention. Default None: ``layout``.
         heads_per_step: how many key heads "gather" brings at a time. Default None: a quarter.
-        sink: see :func:`fastattn.scaled_dot_product_attention`.
+        sink: see :func:`fastattn.scaled_dot_product_attention`. Beside one,
+            ``return_weights="mean"`` takes the memory of ``"full"``.
         return_lse: see there.
         backend: see there.
         **options: attn_mask, dropout_p, is_causal, scale, enable_gqa, mask, bias, softcap,
@@ -246,8 +247,6 @@ def alone(
     options: dict,
 ) -> functional.Results:
     """Attention of (query, key, value, weight) that begin at an origin, on one rank."""
-    average = sink is not None and options.get("return_weights") == "mean"
-    options = options | (dict(return_weights="full") if average else {})
     tensors: Any = arguments.autocast(score, *given)
     inputs = validate.build(score, *tensors, **options)
     p = dataclasses.replace(inputs.p, origin=origin)
@@ -255,7 +254,7 @@ def alone(
     chosen = registry.select(p, backend, inputs.bias is not None)
     seen = call_cache.Known(p, chosen, inputs.has_head_dim, inputs.batch)
     local = inputs.q, inputs.k, inputs.v, inputs.w
-    return functional.run(seen, inputs.bias, local, return_lse, sink, average)
+    return functional.run(seen, inputs.bias, local, return_lse, sink)
 
 
 # ---- what the arguments say of the whole ----

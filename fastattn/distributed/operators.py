@@ -95,7 +95,7 @@ class Function(torch.autograd.Function):
         grad_sink = None
         if sink is not None:
             upstream = grad_out, grad_lse, grad_weights
-            grad_sink = sinks.gradient(sink, ctx.unit, out, lse, weights, stats, *upstream)
+            grad_sink = sinks.gradient(sink, ctx.unit, out, weights, stats, *upstream)
             grad_sink = grad_sink.sum(0).to(sink.dtype)
         biased = call.bias is not None and ctx.needs_input_grad[8]
         compiled = torch.compiler.is_compiling()

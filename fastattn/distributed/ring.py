@@ -154,7 +154,7 @@ def backward(
             )  # fmt: skip
             totals = blocks.tensors_of(p, here, grad_q, *sums, grad_w, None)
             of_bias = None if grad_bias is None else blocks.operand_of(grad_bias, cut)
-            for total, part in zip((*totals[:4], of_bias), parts, strict=True):
+            for total, part in zip((*totals[:4], of_bias), parts[:5], strict=True):
                 if total is not None and part is not None:
                     total += part
         if step == 0:

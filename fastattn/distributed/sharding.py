@@ -29,16 +29,13 @@ def _pairs(x: Any, dim: int) -> Any:
     return Replicate() if x.shape[dim] == 1 else Shard(dim)
 
 
-def _weight(x: Any, dim: int) -> Any:
-    at = dim - (3 - len(x.shape))
+def _weight(x: Any, dim: int, most: int = 3) -> Any:
+    at = dim - (most - len(x.shape))
     return Replicate() if at < 0 else Shard(at)
 
 
-def _sink(x: Any, dim: int | None) -> Any:
-    if not hasattr(x, "placements"):
-        return None
-    at = -1 if dim is None else dim - (2 - len(x.shape))
-    return Replicate() if at < 0 else Shard(at)
+def _sink(x: Any, dim: int) -> Any:
+    return _weight(x, dim, 2)
 
 
 def _limit(x: Any, dim: int) -> Any:
@@ -47,14 +44,14 @@ def _limit(x: Any, dim: int) -> Any:
 
 _OTHERS = {
     "w": _weight, "bias": _pairs, "keep": _pairs, **dict.fromkeys(LIMITS, _limit),
-    "seed": lambda _x, _dim: Replicate(),
+    "seed": lambda _x, _dim: Replicate(), "sink": _sink,
 }  # fmt: skip
 
 
-def _placed(arguments: Call | Saved, dim: int | None) -> list[Any]:
+def _placed(arguments: dict[str, Any], dim: int | None) -> list[Any]:
     """Of each argument that is a tensor; None of others."""
     placed: list[Any] = []
-    for name, x in arguments._asdict().items():
+    for name, x in arguments.items():
         if not hasattr(x, "placements"):
             placed.append(None)
         elif dim is None:
@@ -77,32 +74,28 @@ def _dims(call: Call) -> list[int]:
 
 
 def _forward(*args: Any) -> list[Rule]:
-    count = len(Call._fields)
-    call, sink = Call(*args[:count]), args[count:]
-
-    def placed(dim: int | None) -> list[Any]:
-        return [*_placed(call, dim), *(_sink(x, dim) for x in sink)]
-
-    rules: list[Rule] = [([Replicate()] * 4, placed(None))]
+    call, _ = schemas.split_forward(args)
+    given = dict(zip((*Call._fields, "sink"), args, strict=False))
+    rules: list[Rule] = [([Replicate()] * 4, _placed(given, None))]
     for dim in _dims(call):
         own = Shard(dim)
         weights = Replicate() if weights_of(call.weights) == "none" else own
-        rules.append(([own, own, weights, own], placed(dim)))
+        rules.append(([own, own, weights, own], _placed(given, dim)))
     return rules
 
 
 def _backward(*args: Any) -> list[Rule]:
     call, saved = schemas.split_backward(args)
-    rules: list[Rule] = [([Replicate()] * 5, [*_placed(call, None), *_placed(saved, None)])]
+    given = dict(zip((*Call._fields, *Saved._fields), args, strict=False))
+    rules: list[Rule] = [([Replicate()] * 6, _placed(given, None))]
     for dim in _dims(call):
         own = Shard(dim)
         grad_w = Replicate() if call.w is None else own  # [B, H, D]
         grad_bias: Any = Replicate()
         if call.bias is not None and saved.bias_needs_grad:
             grad_bias = own if call.bias.shape[dim] != 1 else Partial()
-        rules.append(
-            ([own, own, own, grad_w, grad_bias], [*_placed(call, dim), *_placed(saved, dim)])
-        )
+        grad_sink = Replicate() if saved.sink is None else own  # [B, H]
+        rules.append(([own, own, own, grad_w, grad_bias, grad_sink], _placed(given, dim)))
     return rules
 
 

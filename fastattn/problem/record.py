@@ -24,6 +24,8 @@ from fastattn.problem.schemas import Call
 Score = Literal["dot", "additive", "gaussian"]
 Weights = Literal["none", "full", "mean"]
 Name = TypeVar("Name", Score, Weights)
+# Gradients of (q, k, v, w, bias, sink).
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 # As operators take them: WeightsMode in csrc/problem/params.h. An operator that takes a str leaks
 # it at every call, by torch's stable ABI.
 WEIGHTS: dict[Weights, int] = {"none": 0, "full": 1, "mean": 2}

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattn.problem import Problem, arguments, record, relative
+from fastattn.problem.record import Grads
 
 
 def forward(
@@ -74,7 +75,7 @@ def backward(
     grad_weights: Tensor | None = None,
     out: Tensor | None = None,
     stats: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> Grads:
     """Gradients of (q, k, v, w, bias, sink) in ``p.acc_dtype``.
 
     Those of w ``[B, H, D]`` and of the sink ``[B, H]`` are per batch.
@@ -90,7 +91,7 @@ def backward(
 
     With ``out`` and ``stats`` of forward, delta_i has also ``dO_i . (O_i - sum_j W_ij V_j)``. Of a
     block of keys, these may be those of all keys: the gradients are then those of all keys, too.
-    They may also be those beside a sink, which is then None here.
+    Beside a sink they have it in them.
 
     Made of differentiable operations, so that its own gradient is the double backward.
     """
@@ -131,7 +132,13 @@ def backward(
         line = relative.is_line(bias, p.M, p.N)
         terms = relative.diagonal_sums(grad_logits) if line else grad_logits
         grad_bias = _sum_to(terms, bias.shape)
-    grad_sink = None if sink is None else -(sink_weight(sink, lse) * delta.squeeze(-1)).sum(-1)
+    grad_sink = None
+    if sink is not None:
+        delta = delta.squeeze(-1)
+        taken = sink_weight(sink, lse) if stats is None else known_sink_weight(sink, stats)
+        if stats is not None:
+            delta = without_empty_rows(delta, stats, grad_lse)
+        grad_sink = -(taken * delta).sum(-1)
     return grad_q, grad_k, grad_v, grad_w, grad_bias, grad_sink
 
 
@@ -327,6 +334,25 @@ def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:
     """What sinks ``[H]`` or ``[B, H]`` take of every row, whose log-sum-exp they are part of."""
     # That of a row without keys is -inf, and -inf - -inf would be NaN.
     return torch.exp(sink.to(lse.dtype)[..., None] - lse.clamp(min=-3e38))
+
+
+# Below it a factor has lost its digits: the sink has all of a row.
+LEAST_FACTOR = 1e-35
+
+
+def known_sink_weight(sink: Tensor, stats: Tensor, unit: float = 1.0) -> Tensor:
+    """The same, of what forward saved of rows. ``unit``: the backend's ``shift_unit``."""
+    shift, factor = stats[..., 0], stats[..., 1]
+    own = sink.double()[..., None]  # the last digits of its distance count
+    taken = torch.sub(own, shift, alpha=unit).exp_().mul_(factor)
+    alone = torch.exp(own - own.clamp(min=-3e38))
+    return torch.where(factor < LEAST_FACTOR, alone, taken).to(stats.dtype)
+
+
+def without_empty_rows(delta: Tensor, stats: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """delta_i, where a row without keys has the output 0, whatever its gradient is."""
+    alone = torch.zeros_like(delta) if grad_lse is None else -grad_lse.to(delta.dtype)
+    return torch.where(stats[..., 1] == 0, alone, delta)
 
 
 def _returned_weights(p: Problem, dropped: Tensor) -> Tensor:

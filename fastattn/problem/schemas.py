@@ -59,6 +59,7 @@ class Saved(NamedTuple):
     grad_lse: Tensor | None = None
     grad_weights: Tensor | None = None
     bias_needs_grad: bool = False
+    sink: Tensor | None = None  # that of forward, whose gradient is then a result
 
 
 def split_forward(args: tuple) -> tuple[Call, Tensor | None]:
@@ -118,8 +119,9 @@ _FORWARD = (
     "-> (Tensor out, Tensor lse, Tensor weights, Tensor stats)"
 )
 _BACKWARD = (
-    f"({operands(Call)}, {operands(Saved)}) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_bias)"
+    f"({operands(Call)}, {operands(Saved)}=None) "  # the last one is the sink
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_w, Tensor grad_bias, "
+    "Tensor grad_sink)"
 )
 
 

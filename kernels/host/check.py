@@ -41,7 +41,7 @@ def operands(call: schemas.Call) -> None:
 
 
 def sink(call: schemas.Call, given: Tensor | None) -> None:
-    """The same of what forward gets besides."""
+    """The same of a sink."""
     if given is None:
         return
     B, H = call.q.shape[:2]
@@ -60,6 +60,7 @@ def saved(call: schemas.Call, given: schemas.Saved) -> None:
     if mode != "none":
         _expect("grad_weights", given.grad_weights, weights_shape(mode, B, H, M, N))
     _on_one_device(call.q, *given[:5])
+    sink(call, given.sink)
 
 
 def _expect(

@@ -52,6 +52,7 @@ from .additive_forward import (
 from .backward import backward_args, launch_sdpa_bwd
 from .gaussian import PADDING, TOKENS, is_gaussian, side_offsets, view_bandwidths
 from .grad_bias import launch_dbias
+from .grad_delta import launch_sink_grad
 from .grad_query import launch_merge_parts, new_parts
 from .gradient import load_rows, row_weights, softmax_gradient
 from .sweep import Pass, Tile, logits_of, pairs_of
@@ -190,14 +191,14 @@ STEP = 2048  # numbers that a program of few queries holds of each of K, V, dK, 
 
 
 def launch_additive_bwd(call: Call, saved: Saved):
-    """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
+    """What ``launch_sdpa_bwd`` returns."""
     if not is_gaussian(call) and call.M <= FEW_QUERIES and math.prod(call.shape) * call.D > 0:
         return _launch_few(call, saved)
     terms = additive_terms(call, finite=True, sums=True)
-    grad_q, grad_k, grad_v, grad_w, grad_bias = launch_sdpa_bwd(call, saved, terms)
+    grad_q, grad_k, grad_v, grad_w, *others = launch_sdpa_bwd(call, saved, terms)
     B, H, M, D = call.q.shape
     if terms.w_ptr is None:
-        return grad_q, grad_k, grad_v, grad_w.new_zeros(B, H, D), grad_bias
+        return grad_q, grad_k, grad_v, grad_w.new_zeros(B, H, D), *others
     for sums, grad in ((terms.grad_q_ptr, grad_q), (terms.grad_k_ptr, grad_k)):
         heads, n = grad.shape[1:3]
         launch(additive_bwd_rows_kernel, B * heads * triton.cdiv(n, TOKENS.value))(
@@ -208,7 +209,7 @@ def launch_additive_bwd(call: Call, saved: Saved):
     launch(additive_bwd_w_kernel, B * H * D)(
         terms.grad_w_ptr, divisor, grad_w, H, M, terms.queries, D, BLOCK=PADDING
     )
-    return grad_q, grad_k, grad_v, grad_w, grad_bias
+    return grad_q, grad_k, grad_v, grad_w, *others
 
 
 def _launch_few(call: Call, saved: Saved):
@@ -228,4 +229,4 @@ def _launch_few(call: Call, saved: Saved):
     launch_merge_parts(call, parts, grads[0], shape)
     launch_merge_parts(call, parts_w, grad_w[:, :, None], shape)
     grad_bias = launch_dbias(call, t, mask, drop) if saved.bias_needs_grad else call.q.new_empty(0)
-    return *grads, grad_w, grad_bias
+    return *grads, grad_w, grad_bias, launch_sink_grad(call, saved, t[-1].delta_ptr)

@@ -10,6 +10,7 @@
     dkdv:   for (b, key head, key block): K, V, dK, dV stay; Q, dO of the group's heads stream by; 4
             (heads wider than 128: dK and dV one after the other, 5)
     dbias:  for (tile of the bias): dS of all (b, h) that share it, in order
+    dsink:  for (b, h): delta of all rows, each with the sink's share of the row
 
 Every result has one owner. So there are no atomics, and every run gives the same bits. The cost is
 7 products, where atomics would need 5. dkdv works on transposed tiles. The first products then
@@ -28,21 +29,26 @@ from ..score.score import DOT_PRODUCT, Terms
 from ..tile.masking import bias_view, mask_args
 from ..tile.strided import view
 from .grad_bias import launch_dbias
-from .grad_delta import launch_delta
+from .grad_delta import launch_delta, launch_sink_grad
 from .grad_key import launch_dkdv
 from .grad_query import launch_dq
 from .gradient import Backward
 
 
 def launch_sdpa_bwd(call: Call, saved: Saved, terms: Terms = DOT_PRODUCT):
-    """(grad_q, grad_k, grad_v, grad_w, grad_bias) of the backward operator; absent: empty."""
+    """(grad_q, grad_k, grad_v, grad_w, grad_bias, grad_sink) of the backward operator.
+
+    What is absent is empty.
+    """
     grads = empty_gradients(call)
     grad_w = call.q.new_empty(0, dtype=torch.float32)
     grad_bias = call.q.new_empty(0)
     if math.prod(call.shape) == 0:
         if saved.bias_needs_grad:
             grad_bias = call.bias.new_zeros(call.bias.shape)
-        return *[x.zero_() for x in grads], grad_w, grad_bias
+        zeros = [x.zero_() for x in grads]
+        return *zeros, grad_w, grad_bias, launch_sink_grad(call, saved, None)
+    given = call, saved
     # A bias has heads of its own, and keys outside a band have gradients of 0.
     if not saved.bias_needs_grad and call.band == (None, None):
         call = heads_as_rows(call)
@@ -52,7 +58,7 @@ def launch_sdpa_bwd(call: Call, saved: Saved, terms: Terms = DOT_PRODUCT):
     launch_dkdv(call, t, mask, drop, *grads[1:])
     if saved.bias_needs_grad:
         grad_bias = launch_dbias(call, t, mask, drop)
-    return *grads, grad_w, grad_bias
+    return *grads, grad_w, grad_bias, launch_sink_grad(*given, t[-1].delta_ptr)
 
 
 def backward_args(call: Call, saved: Saved, terms: Terms):

@@ -1,16 +1,21 @@
-"""The row term of the softmax gradient: delta_i = dO_i . O_i + sum_j W_ij dW_ij - dlse_i."""
+"""The row term of the softmax gradient: delta_i = dO_i . O_i + sum_j W_ij dW_ij - dlse_i.
+
+The gradient of a sink is a sum of these: -sum_i e^(sink - lse_i) delta_i.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..host.launch import Call, spec
+from ..host.launch import Call, Saved, spec
 from ..score.score import load_side
 from ..tile.dropout import survives
 from ..tile.launching import launch
 from ..tile.masking import key_count, kv_range, row_range
-from ..tile.softmax import fold_factor, load_stats, unit_of, weights_of
+from ..tile.softmax import LN2, fold_factor, load_stats, sink_weight, unit_of, weights_of
 from ..tile.strided import (
     VARYING,
     Dims,
@@ -21,6 +26,7 @@ from ..tile.strided import (
     row_ptrs,
     view,
 )
+from .forward import sink_view
 from .sweep import Pass, Tile, logits
 
 
@@ -87,3 +93,43 @@ def launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
     launch(sdpa_bwd_delta_kernel, grid)(
         *t, view(out), grad_lse, mask, drop, *call.dims, shape, **options
     )
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sink_grad_kernel(
+    sink, stats_ptr, delta_ptr, grad_lse_ptr, grad_ptr, scale, H, M, spec, BLOCK: tl.constexpr
+):
+    """The sum over the rows of one head. Not run on a GPU."""
+    _, b, h = place(1, H, False)
+    own = tl.load(head_ptr(sink, b, h))
+    natural = unit_of(scale, spec) * LN2
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in tl.range(0, M, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        shift, factor = load_stats(stats_ptr, b, h, H, i, M)
+        # A row without keys has the output 0, whatever its gradient is.
+        delta = tl.zeros((BLOCK,), tl.float32)
+        if grad_lse_ptr is not None:
+            ptrs = row_ptrs(grad_lse_ptr, b, h, H, i, M)
+            delta -= tl.load(ptrs, mask=i < M, other=0.0).to(tl.float32)
+        if delta_ptr is not None:
+            own_delta = tl.load(row_ptrs(delta_ptr, b, h, H, i, M), mask=i < M, other=0.0)
+            delta = tl.where(factor == 0.0, delta, own_delta)
+        total -= sink_weight(own, shift, factor, natural) * delta
+    tl.store(grad_ptr + tl.program_id(0), tl.sum(total, 0).to(tl.float32))
+
+
+_ROWS = 256  # that a program takes at a time
+
+
+def launch_sink_grad(call: Call, saved: Saved, delta: Tensor | None) -> Tensor:
+    """The gradients [B, H] of sinks; none without them. No row has keys where there is no delta."""
+    if saved.sink is None:
+        return call.q.new_empty(0, dtype=torch.float32)
+    grad = call.q.new_empty(call.B, call.H, dtype=torch.float32)
+    if grad.numel() > 0:
+        launch(sink_grad_kernel, call.B * call.H)(
+            sink_view(saved.sink, call), saved.stats, delta, saved.grad_lse, grad,
+            call.logit_scale, call.H, call.M, spec(call, "tile")[0], BLOCK=_ROWS,
+        )  # fmt: skip
+    return grad

@@ -25,6 +25,7 @@ from .strided import row_numbers
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LEAST_FACTOR = tl.constexpr(1e-35)  # that has all of its digits
 
 
 @triton.jit
@@ -78,6 +79,20 @@ def finish_beside(sink, shift, l_i, natural):
     total = tl.fma(of_keys, l_i, tl.where(is_above, 1.0, less))
     log = tl.log(total)
     return of_keys / total, tl.where(is_above, sink + log, tl.fma(shift, natural, log))
+
+
+@triton.jit
+def sink_weight(sink, shift, factor, natural):
+    """e^(sink - lse) of rows with these statistics, as finish_beside made them. Not run on a GPU.
+
+    Where a factor has lost its digits, the sink has all of the row.
+    """
+    own = sink.to(tl.float64)
+    above = own - shift.to(tl.float64) * natural
+    less = exp_minus(tl.abs(above))
+    taken = tl.where(above > 0.0, factor / less, factor * less)
+    alone = tl.where(tl.abs(own) < float("inf"), 1.0, tl.where(own < 0.0, 0.0, own))
+    return tl.where(factor < LEAST_FACTOR, alone.to(tl.float32), taken)
 
 
 @triton.jit

@@ -71,8 +71,6 @@ def test_results_of_the_grid_are_the_same_bits(ordinary):
 KINDS = repeated_calls.MASKED | {
     "alibi": lambda: dict(bias=ALiBi(torch.rand(2), 1)),
     "alibi of samples": lambda: dict(bias=ALiBi(torch.rand(2, 2).mT, -(2**31)), is_causal=True),
-    "sink": lambda: dict(sink=torch.randn(2), is_causal=True),
-    "sink of strides": lambda: dict(sink=torch.randn(2, 3)[:, 1], attn_mask=torch.rand(3, 5) < 0.7),
     "relative": lambda: dict(bias=RelativeBias(torch.randn(2, 3).mT, torch.randint(0, 3, (5,)), 2)),
 }
 

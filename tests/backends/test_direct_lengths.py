@@ -170,7 +170,11 @@ def test_empty_calls():
 # ---- gradients ----
 
 
-GRADED = MASKED | {"plain": lambda M, N: {}, "causal": lambda M, N: dict(is_causal=True)}
+GRADED = MASKED | {
+    "plain": lambda M, N: {},
+    "causal": lambda M, N: dict(is_causal=True),
+    "sink": lambda M, N: dict(sink=torch.randn(2), attn_mask=torch.randn(M, N)),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,7 +185,7 @@ def test_gradients_too(checked, ordinary_gradients, kind, dtype):
         for change in LAYOUTS.values():
             args = [change(x).detach().requires_grad_() for x in heads(M, N, dtype)]
             options = GRADED[kind](M, N)
-            for name in {"attn_mask", "bias"} & set(options):
+            for name in {"attn_mask", "bias", "sink"} & set(options):
                 if (x := options[name]).is_floating_point():
                     options[name] = x.to(dtype).requires_grad_()
                     args.append(options[name])

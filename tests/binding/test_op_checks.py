@@ -138,9 +138,11 @@ def test_backward_rejects_gradients_of_other_weights(weights):
      torch.tensor(0.0), torch.zeros(H, dtype=torch.float64)],
     ids="heads batch one-head 3d 0d float64".split(),
 )  # fmt: skip
-def test_forward_rejects_sinks(sink):
+def test_wrong_sinks(sink):
     with pytest.raises(RuntimeError, match="fastattn: sink"):
         torch.ops.fastattn.forward(*arguments(), sink=sink)
+    with pytest.raises(RuntimeError, match="fastattn: sink"):
+        torch.ops.fastattn.backward(*arguments(), *upstream(sink=sink))
 
 
 def test_forward_rejects_a_sink_whose_memory_was_freed():

@@ -77,9 +77,11 @@ def test_forward(score, name):
 
 
 @scores
-def test_forward_beside_sinks(score):
+def test_beside_sinks(score):
     call = (*forward_arguments(score, "weights"), torch.randn(H))
     torch.library.opcheck(torch.ops.fastattn.forward.default, call)
+    call = (*backward_arguments(score, "weights")[:-1], torch.randn(H))
+    torch.library.opcheck(torch.ops.fastattn.backward.default, call)
 
 
 @features

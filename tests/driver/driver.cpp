@@ -90,6 +90,7 @@ void read_problem(AttentionParams* p) {
   p->mask.keep = static_cast<const uint8_t*>(keep.data);
   p->mask.keep_stride_b = keep.stride_b, p->mask.keep_stride_h = keep.stride_h;
   p->mask.keep_stride_m = keep.stride_r, p->mask.keep_stride_n = keep.stride_c;
+  p->sink = tensor();
 }
 
 // Several threads at once, for ThreadSanitizer; else one, which does the work of each in turn.
@@ -109,7 +110,6 @@ void forward() {
   ForwardParams p{};
   const Parallel parallel = threads(number());
   read_problem(&p);
-  p.sink = tensor();
   p.out = result(p.B, p.H, p.M, p.E, p.q.dtype);
   p.lse = rows(p.B, p.H, p.M, 1);
   if (p.weights_mode == WeightsMode::kFull) p.weights = result(p.B, p.H, p.M, p.N, p.q.dtype);
@@ -136,6 +136,7 @@ void backward() {
     for (int64_t* n : {&p.bias_B, &p.bias_H, &p.bias_M, &p.bias_N}) *n = number();
     p.grad_bias = result(p.bias_B, p.bias_H, p.bias_M, p.bias_N, p.bias.dtype);
   }
+  if (p.sink.data != nullptr) p.grad_sink = result(p.B, p.H, 1, 1, DType::kFloat32);
   p.workspace = memory(static_cast<size_t>(cpu::backward_workspace_bytes(p)));
   cpu::backward(p, parallel);
 }

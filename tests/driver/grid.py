@@ -121,7 +121,7 @@ class Driver:
         reasons = ["float64 is left to eager"] if p.dtype == torch.float64 else []
         return [*reasons, *(["the driver has no wide results"] if p.wide else [])]
 
-    def _problem(self, p, q, k, v, w, bias) -> bytes:
+    def _problem(self, p, q, k, v, w, bias, sink) -> bytes:
         lo, hi = p.band()
         drop = p.dropout
         kv_len, keep, kv_begin, seed = p.tensors()
@@ -140,11 +140,9 @@ class Driver:
                 encode(kv_len, 0, 2),
                 encode(kv_begin, 0, 2),
                 encode(keep),
+                encode(sink, *((1,) if sink is None or sink.dim() == 1 else (0, 1))),
             ]
         )
-
-    def _sink(self, x) -> bytes:
-        return encode(x, *((1,) if x is None or x.dim() == 1 else (0, 1)))
 
     def _run(self, call: bytes, *results: tuple[tuple[int, ...], torch.dtype]):
         """The results, with these shapes and dtypes; None for a result without a shape."""
@@ -167,7 +165,7 @@ class Driver:
 
     def forward(self, p, q, k, v, w, bias, sink=None):
         out, lse, weights, stats = self._run(
-            numbers(0, THREADS) + self._problem(p, q, k, v, w, bias) + self._sink(sink),
+            numbers(0, THREADS) + self._problem(p, q, k, v, w, bias, sink),
             ((p.B, p.H, p.M, p.E), p.dtype),
             ((p.B, p.H, p.M), torch.float32),
             (p.weights_shape(), p.dtype),
@@ -184,16 +182,17 @@ class Driver:
         more = [encode(s.out), encode(s.stats), encode(s.grad_out), encode(rows, 0, 1, 2)]
         grads = self._run(
             numbers(1, THREADS)
-            + self._problem(p, q, k, v, w, bias)
+            + self._problem(p, q, k, v, w, bias, s.sink)
             + b"".join([*more, encode(s.grad_weights, *head), wanted]),
             (q.shape, p.dtype),
             (k.shape, p.dtype),
             (v.shape, p.dtype),
             absent if w is None else ((p.B, p.H, p.D), torch.float32),
             (bias.shape, bias.dtype) if s.bias_needs_grad else absent,
+            absent if s.sink is None else ((p.B, p.H), torch.float32),
         )
-        grad_bias = grads[4] if s.bias_needs_grad else None
-        return (*grads[:3], None if w is None else grads[3], grad_bias)
+        present = w is not None, s.bias_needs_grad, s.sink is not None
+        return *grads[:3], *(x if n else None for x, n in zip(grads[3:], present, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -84,9 +84,10 @@ def test_gradients_of_the_grid_are_the_same_bits(ordinary):
 def test_tensors_are_those_of_each_call(ordinary, kind, dtype):
     def draw():
         args, options, wanted = heads(dtype=dtype), MASKED[kind](), []
-        for name in {"float": ["attn_mask"], "bias": ["bias"]}.get(kind, []):
-            options[name] = options[name].to(dtype).requires_grad_()
-            wanted.append(options[name])
+        for name in {"attn_mask", "bias", "sink"} & set(options):
+            if (x := options[name]).is_floating_point():
+                options[name] = x.to(dtype).requires_grad_()
+                wanted.append(options[name])
         return args, torch.randn(2, 2, 3, 8).to(dtype), [*args, *wanted], options
 
     (*call, options), (*other, other_options) = draw(), draw()
@@ -395,7 +396,6 @@ def test_what_has_no_plan_in_training(ordinary):
     slopes = torch.rand(2, requires_grad=True)
     ways = {
         "line": lambda: sdpa(*heads(), bias=ALiBi(slopes)),
-        "sink": lambda: sdpa(*heads(), sink=slopes),
         "lse": lambda: sdpa(*heads(), return_lse=True)[1],
     }
     for name, way in ways.items():

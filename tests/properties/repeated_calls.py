@@ -18,6 +18,8 @@ MASKED = {
     "rows": lambda: dict(
         mask=Mask(kv_len=torch.randint(3, 6, (2, 3)), kv_begin=torch.randint(0, 3, (1, 3)).int())
     ),
+    "sink": lambda: dict(sink=torch.randn(2), is_causal=True),
+    "sink of strides": lambda: dict(sink=torch.randn(2, 3)[:, 1], attn_mask=torch.rand(3, 5) < 0.7),
 }
 
 

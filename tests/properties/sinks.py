@@ -8,7 +8,7 @@ import torch
 from helpers import SCORES, attend, inputs
 
 import fastattn
-from fastattn import testing
+from fastattn import Mask, testing
 from fastattn.backends import registry
 from fastattn.problem import validate
 from fastattn.testing import Case
@@ -74,16 +74,19 @@ def test_sinks_of_samples_and_of_any_strides(score, M, backend):
     x = {name: x.half() for name, x in inputs(score, B=3, H=4, Hkv=2, M=M, N=37).items()}
     sinks = torch.randn(4, 3, 2)[..., 0].mT.half()
 
-    def forward(sink, *of_samples):
+    def both(sink, *of_samples):
         p, *tensors = validate.build(score, *of_samples, x.get("weight"), enable_gqa=True)[:6]
-        return registry.get(backend).forward(p, *tensors, sink)[:2]
+        out, lse, _, stats = registry.get(backend).forward(p, *tensors, sink)
+        saved = out, stats, torch.ones_like(out), lse, None, False, sink
+        return out, lse, registry.get(backend).backward(p, *tensors, *saved)[5]
 
     qkv = x["query"], x["key"], x["value"]
-    found = forward(sinks, *qkv)
-    each = [forward(sinks[n], *(y[n : n + 1] for y in qkv)) for n in range(3)]
+    found = both(sinks, *qkv)
+    each = [both(sinks[n], *(y[n : n + 1] for y in qkv)) for n in range(3)]
     for ours, want in zip(found, map(torch.cat, zip(*each, strict=True)), strict=True):
         assert torch.equal(ours, want)
-    without = forward(None, *qkv)[1]
+    _, without, absent = both(None, *qkv)
+    assert absent is None
     torch.testing.assert_close(found[1], torch.logaddexp(without, sinks[..., None].float()))
 
 
@@ -91,7 +94,24 @@ def test_sinks_of_samples_and_of_any_strides(score, M, backend):
 @scores
 def test_without_keys_the_log_sum_exp_is_the_sink(score, M, backend):
     x = {name: x.half() for name, x in inputs(score, H=4, Hkv=2, M=M, N=0).items()}
-    sink = torch.randn(4)
+    sink = torch.randn(4, requires_grad=True)
     out, lse = attend(**x, sink=sink, return_lse=True, backend=backend)
     assert torch.equal(lse, sink[:, None].expand(2, 4, M))
     assert not out.any()
+    grads = torch.full_like(out, torch.inf), torch.randn(2, 4, M)  # the first is of a constant
+    [grad] = torch.autograd.grad((out, lse), sink, grads)
+    torch.testing.assert_close(grad, grads[1].sum((0, 2)))
+
+
+@pytest.mark.parametrize("M", [1, 20])
+@scores
+def test_a_row_without_keys_has_no_gradient_but_of_its_log_sum_exp(score, M, backend):
+    x = {name: x.half() for name, x in inputs(score, B=1, H=2, Hkv=2, M=M, N=37).items()}
+    mask = Mask(kv_len=torch.tensor([[37] * (M - 1) + [0]]))
+    sink = torch.tensor([-3.0, -math.inf], requires_grad=True)
+    out, lse = attend(**x, mask=mask, sink=sink, return_lse=True, backend=backend)
+    last = torch.zeros_like(out)
+    last[:, :, -1] = torch.inf
+    [grad] = torch.autograd.grad((out, lse), sink, (last, torch.ones(1, 2, M)))
+    taken = torch.exp(sink.detach()[:, None] - lse.detach().clamp(min=-1e30)).sum((0, 2))
+    torch.testing.assert_close(grad, taken)

@@ -8,6 +8,14 @@
 
 namespace fastattn::FASTATTN_ISA {
 
+// The sink of a row.
+FASTATTN_SIMD double load_sink(const View& from, int64_t b, int64_t h, int64_t i) {
+  const int64_t offset = b * from.stride_b + h * from.stride_h + i * from.stride_r;
+  double sink = 0.;
+  with_dtype(from.dtype, [&](auto type) { sink = load_one<type>(from.data, offset); });
+  return sink;
+}
+
 // What both passes have.
 template <typename Params>
 struct PassArgs {
@@ -51,10 +59,7 @@ struct ForwardArgs : PassArgs<ForwardParams> {
   }
   // Adds a sink to the sum of a row, l beside its maximum. A row without keys keeps a factor of 0.
   void take_sink(int64_t b, int64_t h, int64_t i, float l, RowStats* stats, float* lse) const {
-    const View& from = p.sink;
-    const int64_t offset = b * from.stride_b + h * from.stride_h + i * from.stride_r;
-    double sink = 0.;
-    with_dtype(from.dtype, [&](auto type) { sink = load_one<type>(from.data, offset); });
+    const double sink = load_sink(p.sink, b, h, i);
     const double top = stats->shift * units.natural, sum = l + __builtin_exp(sink - top);
     const bool has_all = l == 0.f || sum == __builtin_inf();
     if (l != 0.f) stats->factor = static_cast<float>(1. / sum);

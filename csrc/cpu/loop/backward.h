@@ -20,6 +20,7 @@
 #include "cpu/loop/delta.h"
 #include "cpu/loop/tile_grads.h"
 #include "cpu/score/values.h"
+#include "problem/sink.h"
 
 namespace fastattn::FASTATTN_ISA {
 template <typename Score, typename Values>
@@ -167,7 +168,7 @@ class BackwardWorker {
 FASTATTN_SHARED void finish_sums(const BackwardArgs& args, const Parallel& parallel);
 
 #ifdef FASTATTN_SHARED_CODE
-// Adds up the results of chunks in the workspace, one (b, h) a task.
+// Adds up the results of chunks in the workspace, and the terms of a sink, one (b, h) a task.
 class ReduceWorker {
  public:
   explicit ReduceWorker(const BackwardArgs& args)
@@ -179,6 +180,7 @@ class ReduceWorker {
       ranges_.use(b);
       for (int64_t block = 0; block < args_.blocks; ++block) sum_queries(b, h, block);
     }
+    if (p_.grad_sink.data != nullptr) sum_sink(b, h);
     if (p_.grad_w == nullptr) return;
     double* const sum = args_.sums(args_.plan.grad_w) + task * p_.D;
     const int64_t chunk_sums = p_.B * p_.H * p_.D;
@@ -202,6 +204,19 @@ class ReduceWorker {
     }
     sum == nullptr ? unpack_zeros(to) : unpack_dense(sum, to);
   }
+  void sum_sink(int64_t b, int64_t h) const {
+    const View& to = p_.grad_sink;
+    float* const first = static_cast<float*>(to.data) + b * to.stride_b + h * to.stride_h;
+    const double natural = args_.units.natural / args_.units.saved;
+    double sum = *first = 0.f;
+    for (int64_t i = 0; i < p_.M; ++i) {
+      const float delta = *args_.delta(b, h, i);
+      if (to.stride_r != 0) sum = 0.;  // rows are heads
+      sum += sink_term(p_, load_sink(p_.sink, b, h, i), natural, args_.row(b, h, i), delta,
+                       [](double x) { return __builtin_exp(-x); });
+      first[i * to.stride_r] = static_cast<float>(sum);
+    }
+  }
   static void add(const float* from, int64_t count, float* to) {
     for (int64_t n = 0; n < count; ++n) to[n] += from[n];
   }
@@ -214,7 +229,7 @@ class ReduceWorker {
 
 FASTATTN_SHARED void finish_sums(const BackwardArgs& args, const Parallel& parallel) {
   const BackwardParams& p = args.p;
-  if (!args.plan.q_direct || p.grad_w != nullptr) {
+  if (!args.plan.q_direct || p.grad_w != nullptr || p.grad_sink.data != nullptr) {
     const double summed = static_cast<double>(p.B * p.H) * static_cast<double>(p.M) *
                           static_cast<double>(p.D * args.path.chunks);
     TaskLoop<ReduceWorker, BackwardArgs>::run(args, p.B * p.H, summed, parallel);

@@ -6,7 +6,7 @@
 //   dq_id = 4 w_d sum_j dS_ij t_ijd    dk_jd = 4 w_d sum_i dS_ij t_ijd
 //   dw_d = sum_ij dS_ij tanh_ijd    dbias = dS, summed where the bias broadcasts
 //
-//   delta.cu       a block per (b, h, tile of queries)
+//   delta.cu       a block per (b, h, tile of queries); of a sink: tile/sink.cu
 //   gradients.cu   a block per (b, h, slice of query tiles, slice of key tiles): S, dP -> W, dS;
 //                  dq, dk, dV, dw; sums in order afterwards
 //   grad_bias.cu   a block per (tile, slice of b, h); sums in order afterwards
@@ -18,6 +18,7 @@
 #include "cuda/additive/backward.cuh"
 #include "cuda/additive/passes.h"
 #include "cuda/additive/prepare.cuh"
+#include "cuda/tile/sink.cuh"
 
 namespace fastattn::cuda {
 
@@ -32,6 +33,7 @@ const char* additive_backward(const BackwardParams& p, void* stream) {
   const BackwardArgs args = {p, plan, make_key_spans(p, spans, launcher), unit_of(p)};
   prepare_panels(p, args.plan.panels, static_cast<float*>(p.workspace), true, launcher);
   launch_delta(args, launcher);
+  launch_sink(p, plan.delta, launcher);
   launch_gradients(args, launcher);
   if (p.grad_bias.data != nullptr) launch_grad_bias(args, launcher);
   return launcher.error();

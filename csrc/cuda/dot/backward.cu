@@ -20,6 +20,7 @@
 #include "cuda/dot/turns.cuh"
 #include "cuda/tile/bias_parts.cuh"
 #include "cuda/tile/line.cuh"
+#include "cuda/tile/sink.cuh"
 #include "cuda/tile/spans.cuh"
 
 namespace fastattn::cuda {
@@ -406,6 +407,7 @@ void launch(const BackwardParams& p, Launcher& launcher) {
   // Without shared memory, more blocks wait for their reads at the same time.
   launcher.run(sdpa_delta_kernel<kType, kDim, kCurved>, queries, kThreads,
                {p.grad_weights.data == nullptr ? 0 : shared, shared}, p);
+  launch_sink(p, 0, launcher);
   GradMarks marks{nullptr, nullptr};
   if (takes_wgmma(p) &&
       launch_wgmma(p, spans, marks_of(p), marks_of(p).keys + key_marks(p), launcher))
