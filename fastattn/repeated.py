@@ -42,7 +42,8 @@ class Repeated(torch.autograd.Function):
         given = ctx.needs_input_grad, saved, grad_out, grad_weights
         grads = direct.backward(ctx.trained, given)
         if type(grads) is tuple:
-            return _summed(ctx.trained, grads, saved)
+            has_sums = ctx.trained.has_weight or ctx.trained.sink is not None
+            return _summed(ctx.trained, grads, saved) if has_sums else grads
         ordinary = _gradients(ctx.trained, *given)
         if grads is direct.UNKNOWN:
             direct.remember_backward(ctx.trained, given, ordinary)
@@ -57,8 +58,6 @@ attend: Callable[..., Any] = _base.apply
 
 def _summed(trained: Trained, grads: tuple, tensors: tuple[Tensor, ...]) -> tuple:
     """The same with the gradients of a weight and of a sink, which samples share."""
-    if not trained.has_weight and trained.sink is None:
-        return grads
     summed = list(grads)
     if trained.has_weight:
         weight = tensors[3]

@@ -21,6 +21,7 @@ TESTS = {
     "tile/bias_parts.cu": "test_cuda_sdpa.py",
     "tile/line.cu": "test_cuda_sdpa.py",
     "tile/merge.cu": "test_cuda_sdpa.py",
+    "tile/sink.cu": "test_cuda_sdpa.py",
     "tile/spans.cu": "test_cuda_sdpa.py",
 }
 

@@ -145,6 +145,26 @@ DOT = [
         "write_row(p, b, h, number,", "write_row(p, 0, h, number,", "test_sinks",
     ),
     of_file(
+        "sinks: the gradient by that of the first sample", "tile/sink.cu",
+        "offset_of(p.sink, b, h, 0, 0)", "offset_of(p.sink, 0, h, 0, 0)", "test_sinks",
+    ),
+    of_file(
+        "sinks: the gradient of rows of the next head", "tile/sink.cu",
+        "n < first + p.M;", "n <= first + p.M;", "test_sinks",
+    ),
+    of_file(
+        "sinks: the gradient of an output without keys", "../problem/sink.h",
+        "(factor == 0.f ? empty : delta)", "delta", "test_sinks", "tile/sink.cu",
+    ),
+    of_file(
+        "sinks: the gradient of a factor without digits", "../problem/sink.h",
+        "if (!(factor < kLeast))", "if (true)", "test_sinks", "tile/sink.cu",
+    ),
+    of_file(
+        "sinks: a sum that others still write", "tile/sink.cu",
+        "others /= 2) {\n    __syncthreads();", "others /= 2) {", "test_sinks",
+    ),
+    of_file(
         "delta: the columns of another lane", "dot/backward.cu",
         "const int first = lane() % kQuad * kChunk;", "const int first = lane() % 2 * kChunk;",
         "test_corner",

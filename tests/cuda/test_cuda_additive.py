@@ -52,6 +52,7 @@ from properties.garbage import (  # noqa: F401
 )
 from properties.long_sums import LONG, assert_long_sums
 from properties.sinks import (  # noqa: F401
+    test_a_row_without_keys_has_no_gradient_but_of_its_log_sum_exp,
     test_sinks_far_above_and_below_every_score,
     test_sinks_of_samples_and_of_any_strides,
     test_without_keys_the_log_sum_exp_is_the_sink,

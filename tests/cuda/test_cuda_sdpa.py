@@ -186,3 +186,4 @@ def test_sinks(M, backend):
     sinks.test_sinks_far_above_and_below_every_score("dot", M, torch.float16, backend)
     sinks.test_sinks_of_samples_and_of_any_strides("dot", M, backend)
     sinks.test_without_keys_the_log_sum_exp_is_the_sink("dot", M, backend)
+    sinks.test_a_row_without_keys_has_no_gradient_but_of_its_log_sum_exp("dot", M, backend)

@@ -28,6 +28,7 @@ from properties.garbage import (  # noqa: F401
     test_nan_upstream_stays_in_its_row,
 )
 from properties.sinks import (  # noqa: F401
+    test_a_row_without_keys_has_no_gradient_but_of_its_log_sum_exp,
     test_a_sink_adds_no_rounding_of_the_log_sum_exp,
     test_sinks_far_above_and_below_every_score,
     test_sinks_of_samples_and_of_any_strides,
