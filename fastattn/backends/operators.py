@@ -167,11 +167,11 @@ class Operators:
         *saved: Any,
     ) -> Grads:
         """See ``registry.Backend``."""
-        grads = self._backward(q, k, v, w, bias, *p.operands, *saved)
+        *grads, grad_w, grad_bias, grad_sink = self._backward(q, k, v, w, bias, *p.operands, *saved)
         given = Saved(*saved)
-        present = w is not None, given.bias_needs_grad, given.sink is not None
-        beside = (x if there else None for x, there in zip(grads[3:], present, strict=True))
-        return *grads[:3], *beside  # pyright: ignore[reportReturnType]
+        grad_bias = grad_bias if given.bias_needs_grad else None
+        grad_sink = None if given.sink is None else grad_sink
+        return (*grads, None if w is None else grad_w, grad_bias, grad_sink)
 
 
 # ---- attention between its projections, at inference on CPUs ----

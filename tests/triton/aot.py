@@ -250,8 +250,7 @@ def run_problem(problem, sink=None) -> None:
     out, _, weights, stats = empty_forward(problem)
     grad_weights = None if problem.weights_mode == "none" else weights
     grad_out, biased = torch.empty_like(out), problem.bias is not None
-    saved = Saved(out, stats, grad_out, grad_weights=grad_weights, bias_needs_grad=biased)
-    backward(problem, saved)
+    backward(problem, Saved(out, stats, grad_out, None, grad_weights, biased, sink))
 
 
 # ---- the grid of the tests: sizes of 1, which Triton makes constants, strides, heads ----
@@ -307,7 +306,7 @@ def launch_case(case) -> None:
     out, lse, _, stats = empty_forward(call)
     saved = Saved(
         out, stats, meta(t.grad_out), lse if case.lse else None, meta(t.grad_weights),
-        t.bias is not None and case.bias_grad,
+        t.bias is not None and case.bias_grad, meta(t.sink),
     )  # fmt: skip
     backward(call, saved)
 

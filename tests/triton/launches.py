@@ -36,7 +36,7 @@ def operands(case) -> tuple[tuple, tuple]:
     out, lse, _, stats = backend.launch_forward(*forward)
     biased = t.bias is not None and case.bias_grad
     grads = t.grad_out, lse if case.lse else None, t.grad_weights
-    return forward, (*both, out, stats, *grads, biased)
+    return forward, (*both, out, stats, *grads, biased, t.sink)
 
 
 def moved(args: tuple, place: int, elements: int) -> tuple:
