@@ -151,8 +151,7 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
 
 // (plan of the forward pass, table, what backward got) -> the gradients, None for the first
 // argument of run()'s result and one for each other. That of a weight or a sink has a row for each
-// sample.
-// None and NotImplemented as run().
+// sample. None and NotImplemented as run().
 inline PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t) {
   Description given;
   if (!describe_backward(args[0], args[2], &given) || given.needs_grad()) return answer(Py_None);
