@@ -17,6 +17,7 @@ SLOW_MS = 2000.0  # slower calls need one sample fewer
 BLOCK_MS = 0.5  # shorter calls are repeated until a sample takes about as long
 IDLE_S = 0.02  # libgomp's threads spin for up to 10 ms after a call
 WAKE_S = 0.01  # a thread that wakes may share the core of its caller for a tick or two
+NO_TIME = "no time left"  # why an implementation has no number
 BUSY_S, CLOCKS = 0.004, 2e9  # longest busy wait, and about how many GPU clocks a second has
 
 

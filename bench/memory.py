@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from bench import cases, packages, peers
-from bench.measure import reason
+from bench.measure import NO_TIME, reason
 
 # Numbers of malloc.h for glibc's mallopt: what they are while memory is counted, and later. The
 # latter are those that a process reaches by itself when it has freed something large.
@@ -55,7 +55,7 @@ def measure(requests: list[dict], deadline: float = math.inf) -> Iterator[tuple[
             if time.monotonic() > deadline:
                 child.kill()
             line = child.stdout.readline()
-            yield request, json.loads(line) if line.endswith("\n") else "no time left"
+            yield request, json.loads(line) if line.endswith("\n") else NO_TIME
 
 
 def cuda_bytes(call: Callable[[], object]) -> int:

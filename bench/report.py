@@ -11,7 +11,7 @@ from pathlib import Path
 from bench import machine
 from bench.cases import BOTH, FORWARD
 from bench.check import worst
-from bench.measure import Timing
+from bench.measure import NO_TIME, Timing
 from bench.peers import OURS, PLAIN, WITHOUT
 
 SCHEMA = 1  # of the JSON; raised when a field changes its meaning
@@ -155,9 +155,15 @@ def _cells(row: Row) -> tuple[str, ...]:
         none = "none ran" if row.skipped else "not timed"
         return (*start, _time(ours), none, "", "", *rate, _memory(row, OURS), error)
     peer, memory = row.timings[row.best_peer], [_memory(row, n) for n in (OURS, row.best_peer)]
-    ratio = f"{row.speedup:.2f}x" + (" SLOWER" if row.speedup < 1 else "")
+    ratio = ratio_of(row.speedup, row.skipped) + (" SLOWER" if row.speedup < 1 else "")
     times = _time(ours), _time(peer), row.best_peer
     return (*start, *times, ratio, *rate, " / ".join(memory), error)
+
+
+def ratio_of(speedup: float, skipped: dict[str, str]) -> str:
+    """A row's ratio; at most that where a peer that may be faster had no time."""
+    late = any(why == NO_TIME and "(memory)" not in peer for peer, why in skipped.items())
+    return f"{'≤' if late else ''}{speedup:.2f}x"
 
 
 def _time(t: Timing) -> str:
@@ -215,7 +221,8 @@ def _beside(row: Row, peer: str) -> str:
 
 COLUMNS = """\
 fwd: inference without autograd; fwd+bwd: outputs and all gradients.
-ms: median, ± half the interquartile range. ratio: best peer's time over ours.
+ms: median, ± half the interquartile range. ratio: best peer's time over ours, ≤ where there was no
+    time to compile others.
 rate: counts the pairs (query, key) that the mask keeps; a backward is 2.5 forwards, of a module's
     projections 2. Gel: 1e9 score elements (query, key, dim) of a forward, in either direction.
 of bound: what the call must take on this machine over what it takes: products, exponentials and

@@ -115,7 +115,7 @@ def _run_case(case: Case, setting: Setting, pace: Pace, say: Say) -> Iterator[Ro
     for row in rows:
         if late:
             names = peers.NEED_COMPILER & work.implementations.keys()
-            row.skipped |= dict.fromkeys(names, "no time left")
+            row.skipped |= dict.fromkeys(names, measure.NO_TIME)
         _time(work, row, pace.next(len(work.implementations)), setting.device, say)
         say(f"{case.name} {row.direction}", 1)
         yield row

@@ -1,8 +1,8 @@
 """The command: ``python -m bench.summary``: the committed runs of ``make bench`` as README's table.
 
-Each cell has the best peer's time over ours, forward and then forward with backward; ``-`` stands
-for a direction that the suite does not time. In brackets is the share of what the machine can do
-(``limits.py``), where the run measured that.
+Each cell has the best peer's time over ours, forward and then forward with backward: ``≤`` where
+others had no time, and ``-`` for a direction that the suite does not time. In brackets is the share
+of what the machine can do (``limits.py``), where the run measured that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from bench.cases import DIRECTIONS, named
+from bench.report import ratio_of
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = {
@@ -44,7 +45,7 @@ def _cell(run: dict[tuple[str, str], dict], case: str) -> str:
 
 def _gain(row: dict) -> str:
     share = row.get("of_bound")
-    return f"{row['speedup']:.2f}x" + (f" ({share:.0%})" if share else "")
+    return ratio_of(row["speedup"], row["skipped"]) + (f" ({share:.0%})" if share else "")
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def test_flex_attention_computes_the_same_wherever_it_is_a_peer(monkeypatch):
 
 
 def test_what_there_was_no_time_to_compile_is_said(monkeypatch):
-    from bench import cases, suite
+    from bench import cases, report, suite
 
     monkeypatch.setattr(suite, "COMPILE_S", float("inf"))
     setting = suite.Setting("cpu", "auto", tiny=True, compile=True)
@@ -258,6 +258,9 @@ def test_what_there_was_no_time_to_compile_is_said(monkeypatch):
         pace = suite.Pace(0.001, 2, time.monotonic() + 1)
         for row in suite._run_case(case, setting, pace, lambda doing, done: None):
             assert row.skipped == dict.fromkeys(expected, "no time left")
+            assert "≤" in report.table([row])
+            row.skipped = {"torch.compile (memory)": "no time left"}
+            assert "≤" not in report.table([row])
 
 
 def test_kept_pairs_are_what_the_names_say():
