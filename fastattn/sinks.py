@@ -7,8 +7,8 @@ pass needs no more than that of a row, so no gradient but the sink's own knows o
 
     -sum_i e^(sink - lse_i) delta_i         delta_i = dO_i . O_i + sum_j W_ij dW_ij - dlse_i
 
-Results of many processes are merged before their sink counts. ``fold`` puts it into them, and
-``gradient`` is that of theirs:
+Every backend has the delta of its rows, and makes that gradient too. Results of many processes are
+merged before their sink counts. ``gradient`` is the same of them, and ``fold`` puts a sink in:
 
     share = 1 / (1 + e^(sink - lse))    out' = share out    lse' = log(e^lse + e^sink)
 
@@ -49,18 +49,13 @@ def fold(
     """
     shift, factor = stats[..., 0], stats[..., 1]
     # e^(shift - sink), of which the last digits count where it is tiny.
-    e = _beyond(sink, shift, unit).neg_().clamp_(max=80).exp_()
+    e = reference.above_shift(sink, shift, unit).neg_().clamp_(max=80).exp_()
     share = (e / (e + factor).clamp_(min=reference.LEAST_FACTOR)).to(shift.dtype)
     _scale(out, share)
     if weights.dim() == 4:
         _scale(weights, share)
     factor.mul_(share)
     return out, torch.logaddexp(lse, sink.to(lse.dtype)[..., None]), weights, stats
-
-
-def _beyond(sink: Tensor, shift: Tensor, unit: float) -> Tensor:
-    """By how much a sink is above the shift of a row: in float64, as its exponential follows."""
-    return torch.sub(sink.double()[..., None], shift, alpha=unit)
 
 
 def _scale(x: Tensor, share: Tensor) -> None:

@@ -71,12 +71,12 @@ class Function(torch.autograd.Function):
         found = (torch.ops.fastattn.shared_forward if compiled else _forward)(*words, *call)
         if sink is not None:
             found = sinks.fold(sink, unit, *found)
-        out, lse, weights, stats = found = returned(*found)
+        out, _, weights, stats = found = returned(*found)
         ctx.words, ctx.unit, ctx.others = words, unit, others
         ctx.weights = weights_of(call.weights)
         rescales = words.method == "ring" or sink is not None
         weights_too = weights if rescales and ctx.weights == "full" else None
-        ctx.save_for_backward(sink, *tensors, out, lse, weights_too, stats)
+        ctx.save_for_backward(sink, *tensors, out, weights_too, stats)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats, *((weights,) if ctx.weights == "none" else ()))
         return found
@@ -86,7 +86,7 @@ class Function(torch.autograd.Function):
         """Gradients of the first six tensors."""
         no_second_derivative(ctx.words.method)
         refuse_transforms(grad_out, grad_lse, grad_weights)
-        sink, *tensors, out, lse, weights, stats = ctx.saved_tensors
+        sink, *tensors, out, weights, stats = ctx.saved_tensors
         call = Call(*tensors, *ctx.others)
         if grad_out is None:
             grad_out = torch.zeros_like(out)

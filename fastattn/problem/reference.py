@@ -343,10 +343,15 @@ LEAST_FACTOR = 1e-35
 def known_sink_weight(sink: Tensor, stats: Tensor, unit: float = 1.0) -> Tensor:
     """The same, of what forward saved of rows. ``unit``: the backend's ``shift_unit``."""
     shift, factor = stats[..., 0], stats[..., 1]
-    own = sink.double()[..., None]  # the last digits of its distance count
-    taken = torch.sub(own, shift, alpha=unit).exp_().mul_(factor)
+    taken = above_shift(sink, shift, unit).exp_().mul_(factor)
+    own = sink.double()[..., None]
     alone = torch.exp(own - own.clamp(min=-3e38))
     return torch.where(factor < LEAST_FACTOR, alone, taken).to(stats.dtype)
+
+
+def above_shift(sink: Tensor, shift: Tensor, unit: float) -> Tensor:
+    """By how much a sink is above the shift of a row: in float64, as its exponential follows."""
+    return torch.sub(sink.double()[..., None], shift, alpha=unit)
 
 
 def without_empty_rows(delta: Tensor, stats: Tensor, grad_lse: Tensor | None) -> Tensor:

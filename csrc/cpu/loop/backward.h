@@ -10,7 +10,7 @@
 //         S = scores, dP = dO V^T                         two tiles in the L2 cache
 //         S, dP -> W, dS                                  in place; delta comes from delta.h
 //         dV += W^T dO,  dK += dS^T Q,  dQ += dS K        dQ: an fp32 buffer per chunk (plan.h)
-//   sum of dQ (dw, dbias) over chunks, in order: deterministic
+//   sum of dQ (dw, dbias) over chunks, and of a sink's terms over rows, in order: deterministic
 //
 // This takes five products; a separate pass for dQ would take seven. Dao et al., "FlashAttention",
 // 2022, appendix B.

@@ -11,6 +11,7 @@
 //           that share it pass by, on transposed tiles; with a curve a block has dk or dv
 //   dbias:  for (tile of the bias, slice of what shares it): dS, added up in order; of a line: for
 //           (diagonal of tiles), see line.cuh
+//   dsink:  for (b, h): delta of all rows, see tile/sink.cu
 //
 // Every result has one owner: there are no atomics, and every run gives the same results. Dao,
 // "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023.
