@@ -17,7 +17,7 @@ from bench.report import Row
 from fastattn.backends import registry
 
 FARTHEST = 16.0  # a peer whose error is as many times the budget computes another thing
-COMPILE_S = 4.0  # time left for each row; with less, nothing is compiled
+COMPILE_S = 2.0  # time left for each row; with less, nothing is compiled
 OTHERS_S = 0.2  # for each of our other backends
 MEMORY_S, LEAST_MEMORY_S = 75.0, 40.0  # after the deadline of timing; least after its end
 
@@ -66,12 +66,15 @@ def run(
 ) -> list[Row]:
     """The rows of these cases. ``keep`` is called after each case with the rows so far.
 
-    A case that raises gives rows that say why. On a GPU, everything after it may fail as well, or a
-    kernel may never end. So earlier results must be kept.
+    Cases whose peers are compiled come first. A run that is short of time then takes fewer samples
+    of the others. A case that raises gives rows that say why. On a GPU, everything after it may
+    fail as well, or a kernel may never end. So earlier results must be kept.
     """
+    sized = [c.tiny() if setting.tiny else c for c in chosen]
+    found: dict[str, list[Row]] = {case.name: [] for case in sized}  # in the order that was given
     rows: list[Row] = []
-    for case in (c.tiny() if setting.tiny else c for c in chosen):
-        main: list[Row] = []
+    for case in sorted(sized, key=lambda c: not (c.compiled and setting.compile)):
+        main = found[case.name]
         try:
             main += _run_case(case, setting, pace, say)  # rows from before an error stay
             for backend in _others(case, setting, main[0].backend):
@@ -79,8 +82,7 @@ def run(
         except Exception as error:
             traceback.print_exc()
             main += _fallen(case, setting, len(main), error)
-        rows += main
-        keep(rows)
+        keep(rows := [row for each in found.values() for row in each])
     if setting.device == "cpu":
         deadline = max(pace.deadline + MEMORY_S, time.monotonic() + LEAST_MEMORY_S)
         _add_memory(rows, setting, deadline, say)

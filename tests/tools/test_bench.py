@@ -263,6 +263,28 @@ def test_what_there_was_no_time_to_compile_is_said(monkeypatch):
             assert "≤" not in report.table([row])
 
 
+def test_what_compiles_is_timed_first_and_reported_in_its_place(monkeypatch):
+    from bench import cases, suite
+
+    timed, kept = [], []
+
+    def run_case(case, setting, pace, say):
+        timed.append(case.name)
+        yield suite._new_row(case, "cpu", cases.FORWARD, 1)
+
+    monkeypatch.setattr(suite, "_run_case", run_case)
+    monkeypatch.setattr(suite, "_add_memory", lambda *given: None)
+    names = ["dense", "blocks", "decode", "additive-small"]
+    setting, pace = suite.Setting("cpu", "cpu", tiny=True, compile=True), suite.Pace(0.01, 4, 0.0)
+    rows = suite.run(
+        [cases.named(name) for name in names], setting, pace, lambda doing, done: None,
+        lambda rows: kept.append([row.case for row in rows]),
+    )  # fmt: skip
+    assert timed == ["blocks", "additive-small", "dense", "decode"]
+    assert [row.case for row in rows] == kept[-1] == names
+    assert kept[1] == ["blocks", "additive-small"]
+
+
 def test_kept_pairs_are_what_the_names_say():
     from bench import cases
 
