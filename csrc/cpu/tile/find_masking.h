@@ -174,7 +174,10 @@ void MaskTile::put_bias(int64_t i, float* to) const {
   const View& bias = p_.bias;
   const int64_t row =
       b_ * bias.stride_b + h_ * bias.stride_h + (i0_ + i) * bias.stride_r + j0_ * bias.stride_c;
+  const Matrix from = {bias.data, bias.dtype, row, bias.stride_r, bias.stride_c, rows_, cols_};
   with_dtype(bias.dtype, [&](auto type) {
+    const int64_t ahead = prefetch_distance<type>(from);
+    if (bias.stride_c == 1) prefetch_rows<type>(from, ahead, ahead + 1);
     for (int64_t c = 0; c < cols_; c += kWidth)
       store(to + c, canonical(load_strided<type>(bias.data, row + c * bias.stride_c, bias.stride_c,
                                                  cols_ - c)));
