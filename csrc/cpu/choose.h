@@ -128,8 +128,6 @@ FASTATTN_FN Path start(Params* p, const Chooser& chooser) {
 // of the memory of V.
 constexpr int64_t kChunkKeys = 1152;  // whole tiles of 64, 96 or 128 keys
 constexpr int64_t kKeysPerQuery = 32;
-// Up to this many queries, the heads of a group share the tiles of a task (Zen 3).
-constexpr int64_t kTogetherRows = 16;
 
 // The matrix unit sleeps after 0.7 us, and takes 0.27 us to wake (Xeon). Tiles are therefore large,
 // unless small ones can be skipped. Their number of rows does not change a row's result.
@@ -161,7 +159,7 @@ FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
   path.values_by_row = p->M <= kShortChainRows;  // on every path, so that no path sums worse
   path.values_in_place =
       path.values_by_row ? is_in_place(*p, p->v, chooser) : multiplies_in_place(*p);
-  path.heads_together = chooser.ways.take(kHeadsTogether, p->M <= kTogetherRows);
+  path.heads_together = chooser.ways.take(kHeadsTogether, true);
   path.chunk_keys = max64(1, p->N);
   if (chooser.ways.take(kSplitKeys, true))
     path.chunk_keys = max64(1, kKeysPerQuery * p->M / kChunkKeys) * kChunkKeys;

@@ -79,6 +79,21 @@ def test_the_number_of_threads_changes_no_bit_of_decoding(extension, set_threads
     assert_same_bits(found[0], found[2])
 
 
+@pytest.mark.parametrize("M", [5, 20])
+@scores
+def test_the_number_of_threads_changes_no_bit_of_heads_that_share_keys(
+    extension, set_threads, score, M
+):
+    """A task takes as many of them as leave work for all threads."""
+    call = inputs(score, B=1, H=12, Hkv=1, M=M, N=300, D=24, E=20)
+    found = []
+    for n in (1, 2, 3, 7):
+        set_threads(n)
+        found.append(attend(**call, is_causal=True, return_lse=True, backend="cpu"))
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+
+
 @pytest.mark.parametrize("sizes", [(67, 130), (1, 2600), (130, 20), (1, 7)], ids=str)
 @scores
 def test_a_batch_entry_does_not_depend_on_its_mates(extension, score, sizes):

@@ -26,7 +26,7 @@ struct Path {
   Way way;
   TileSize unit;               // of the matrix unit; other scores have tiles of one size
   bool heads_as_rows;          // query heads that share keys have become rows of one head
-  bool heads_together;         // a task takes all query heads that share keys
+  bool heads_together;         // a task may take query heads that share keys
   bool values_in_place;        // forward: values are read where they lie
   bool values_by_row;          // forward: each row sums its values in short chains
   int64_t chunk_keys, chunks;  // keys of a head that a task takes

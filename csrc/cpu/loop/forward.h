@@ -39,6 +39,8 @@ constexpr int64_t kStackedBytes = 300 * 1024;
 constexpr int64_t kKeptBytes = 2600 * 1024;
 constexpr int64_t kMostKept = 32 << 20;
 constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
+// Packing a key tile takes as long as the products of about so many rows (Zen 3).
+constexpr int64_t kPackedRows = 8;
 
 // Of one row block: 4 for each logit, and 4 for each sum.
 template <typename Score>
@@ -59,6 +61,23 @@ FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int
   const int64_t tasks = threads > 1 ? kTasksPerThread * threads : 1;
   const int64_t balanced = p.B * heads * blocks / tasks;
   return max64(1, min64(blocks, min64(fitting, balanced)));
+}
+
+// How many heads that share keys a task takes, each of which has one row block: a key tile is
+// packed once for them. All threads are to finish soon, so few tasks of many heads may be worse
+// than many tasks of few.
+template <typename Score>
+FASTATTN_SIMD int64_t choose_heads(const ForwardParams& p, int64_t group, int64_t chunks,
+                                   int64_t threads) {
+  const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t heads = 1; heads <= group; ++heads) {
+    if (group % heads != 0 || (heads > 1 && heads * p.M * row_bytes > kStackedBytes)) continue;
+    const int64_t tasks = p.B * (p.H / heads) * chunks;
+    const int64_t time = ceil_div(tasks, threads) * (heads * p.M + kPackedRows);
+    if (time <= least) best = heads, least = time;
+  }
+  return best;
 }
 
 // Heads that a task takes one by one, if all their weights are added up and such tasks are enough.
@@ -91,13 +110,14 @@ template <typename Score>
 FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path, int64_t threads) {
   const int64_t group = p.Hkv > 0 ? p.H / p.Hkv : 0, blocks = ceil_div(p.M, Score::tile(path).m);
   const int64_t turns = choose_turns<Score>(p, path, blocks, threads);
-  const bool together = Score::kHasSlots && path.heads_together && turns == 0;
-  const int64_t stack = together ? 1 : choose_stack<Score>(p, path, blocks, turns, threads);
-  const int64_t heads = together ? group : min64(group, 1);
+  const int64_t stack = choose_stack<Score>(p, path, blocks, turns, threads);
   const KeyRange chunks = chunks_of_rows(p, path);
+  const bool together = Score::kHasSlots && path.heads_together && turns == 0 && blocks == 1;
+  const int64_t heads =
+      together ? choose_heads<Score>(p, group, chunks.end - chunks.begin, threads) : 1;
   return {{p, path, logit_units(p, Score::scale(p), Score::own_factor(p)), group, blocks},
           plan_forward(p, path),
-          heads,
+          min64(group, heads),
           stack,
           ceil_div(blocks, stack),
           turns,
@@ -322,10 +342,11 @@ FASTATTN_SHARED void merge_chunks(const ForwardArgs& args, const Parallel& paral
 
 template <typename Score, typename Values = ValueTile>
 static void forward(const ForwardParams& p, const Path& path, const Parallel& parallel) {
-  const ForwardArgs args = forward_args<Score>(p, path, parallel.num_threads);
   const double pairs =
       static_cast<double>(p.B * p.H) * static_cast<double>(p.M) * static_cast<double>(p.N);
   const double work = pairs * static_cast<double>(p.D + p.E);
+  const int64_t threads = work < path.parallel_work ? 1 : parallel.num_threads;
+  const ForwardArgs args = forward_args<Score>(p, path, threads);
   TaskLoop<ForwardWorker<Score, Values>, ForwardArgs>::run(args, args.tasks(), work, parallel);
   if (args.path.chunks > 1) merge_chunks(args, parallel);
   if (p.weights_mode == WeightsMode::kNone || args.turns > 0) return;

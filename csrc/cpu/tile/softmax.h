@@ -72,8 +72,9 @@ struct InPlace {
   FASTATTN_MEMBER Row row(int64_t i) const { return {s + i * ld}; }
 };
 
-// All columns of a row in a whole tile, as most scores have it. The compiler knows their number,
-// and makes a row one run of instructions. kGroup vectors of a row are weighed side by side.
+// All columns of a row in a whole tile: of the dot product, and of all scores with AVX-512. The
+// compiler knows their number, and makes a row one run of instructions. kGroup vectors of a row are
+// weighed side by side.
 struct WholeRow {
   static constexpr int64_t kColumns = kWidth == 16 ? 128 : 96;
   static constexpr int kGroup = kVectorRegisters == 32 ? 4 : 2;
