@@ -137,7 +137,7 @@ inline PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
     PyObject* const stats = PyList_GetItem(results, next++);
     std::vector<PyObject*> all{nullptr};
     for (const Argument& x : given.arguments()) all.push_back(x.object);
-    each_copied(plan, given, [&](int n) { all[1 + n] = PyList_GetItem(results, next++); });
+    each_copied(plan, given, [&](int n, int64_t) { all[1 + n] = PyList_GetItem(results, next++); });
     for (size_t n = 1; n < all.size(); ++n) Py_INCREF(all[n]);
     all[0] = pack({Py_NewRef(trained), first_of(results, count), Py_NewRef(stats)});
     PyObject* const tuple = pack(all);
@@ -282,16 +282,27 @@ inline PyObject* set_up(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return Py_NewRef(known ? Py_True : Py_False);
 }
 
+// No exception may pass through Python's frames: there is no memory then.
+template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyObject* guarded(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  try {
+    return f(self, args, count);
+  } catch (...) {
+    return PyErr_NoMemory();
+  }
+}
+
 // As a PyCFunction, which every kind of function is to Python.
-inline PyCFunction as_function(PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
+template <PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyCFunction as_function() {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guarded<f>));
 }
 inline PyMethodDef functions[] = {
-    {"run", as_function(run), METH_FASTCALL, nullptr},
-    {"run_backward", as_function(run_backward), METH_FASTCALL, nullptr},
-    {"plan", as_function(plan), METH_FASTCALL, nullptr},
-    {"plan_backward", as_function(plan_backward), METH_FASTCALL, nullptr},
-    {"set_up", as_function(set_up), METH_FASTCALL, nullptr},
+    {"run", as_function<run>(), METH_FASTCALL, nullptr},
+    {"run_backward", as_function<run_backward>(), METH_FASTCALL, nullptr},
+    {"plan", as_function<plan>(), METH_FASTCALL, nullptr},
+    {"plan_backward", as_function<plan_backward>(), METH_FASTCALL, nullptr},
+    {"set_up", as_function<set_up>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace fastattn::binding

@@ -267,12 +267,18 @@ bool set_arguments(const Plan<Params>& plan, const Description& given, void* mem
   return line_of(given).write(*p, line);
 }
 
-// The arguments that are 64-bit limits, by number. Backward gets 32-bit copies, as in the ordinary
-// way: the caller may change limits meanwhile.
+// The arguments that are 64-bit limits, by number, and where set_arguments() has made 32-bit ones
+// of them. Backward gets copies of these, as in the ordinary way: the caller may change limits
+// meanwhile.
 template <typename F>
 void each_copied(const Plan<ForwardParams>& plan, const Description& given, F f) {
-  for (const int n : plan.limits)
-    if (n >= 0 && given.arguments()[n].tensor.dtype.bits == 64) f(n);
+  int64_t first = 0;
+  for (const int n : plan.limits) {
+    if (n < 0) continue;
+    const dlpack::Tensor& t = given.arguments()[n].tensor;
+    if (t.dtype.bits == 64) f(n, first);
+    first += count_of(t);
+  }
 }
 
 // As view_of(): `own` are the four of a view.
@@ -377,11 +383,12 @@ inline std::vector<Handle> compute(const Plan<ForwardParams>& plan, const Descri
   if (given.needs_grad()) {
     const int64_t sizes[] = {p.B, p.H, p.M, 2};
     add_result({contiguous(4, sizes), ScalarType::Float}, &results, &p.stats);
-    each_copied(plan, given, [&](int n) {
+    const auto* const limits = reinterpret_cast<const int32_t*>(memory.get() + workspace);
+    each_copied(plan, given, [&](int n, int64_t first) {
       const dlpack::Tensor& t = given.arguments()[n].tensor;
       int32_t* copy = nullptr;
       add_result({layout_of(t), ScalarType::Int}, &results, &copy);
-      read_limits<int64_t>(t, p.N, copy);
+      std::copy_n(limits + first, count_of(t), copy);
     });
   }
   device::Current::compute(p);

@@ -30,7 +30,8 @@ inline DType dtype_of(const Tensor& t, const char* name) {
 
 // Where the elements of a tensor lie. Kernels take nullptr for an argument that is not given, and
 // `x.untyped_storage().resize_(0)` frees the memory of a tensor that keeps its shape. Other sizes
-// leave a part of it.
+// leave a part of it. That is seen here and not by a plan, as little as by torch's own operators:
+// DLPack does not say how much memory there is.
 inline void* data_of(const Tensor& t, const char* name) {
   int64_t bytes = 0, elements = t.storage_offset() + 1;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
