@@ -5,25 +5,24 @@
 // (shift, factor) is what forward saved of a row, and `natural` the logit of a shift of 1.
 #pragma once
 
+#include <cfloat>
+
 #include "problem/params.h"
 
 namespace fastattn {
 
-// The term of row n, of all rows. `exp_minus` is e^-x of x >= 0. The sink's distance is a double,
-// as its last digits count.
+// The term of row n, of all rows. `exp` is e^x of a double x. The sink's distance is a double, as
+// its last digits count.
 template <typename Exp>
 FASTATTN_FN double sink_term(const BackwardParams& p, double sink, double natural, int64_t n,
-                             float delta, Exp exp_minus) {
+                             float delta, Exp exp) {
   constexpr float kLeast = 1e-35f;  // below it a factor has lost its digits: the sink has all
   const float shift = p.stats[2 * n], factor = p.stats[2 * n + 1];
-  double taken = sink < -3e38 ? 0. : sink > 3e38 ? sink : 1.;
-  if (!(factor < kLeast)) {
-    const double above = sink - natural * shift;
-    taken = above > 0. ? factor / exp_minus(above) : factor * exp_minus(-above);
-  }
+  const double known = factor * exp(sink - natural * shift);
+  const double alone = sink < -FLT_MAX ? 0. : sink > FLT_MAX ? sink : 1.;
   // A row without keys has the output 0, whatever its gradient is.
   const float empty = p.grad_lse == nullptr ? 0.f : -p.grad_lse[n];
-  return -taken * (factor == 0.f ? empty : delta);
+  return -(factor < kLeast ? alone : known) * (factor == 0.f ? empty : delta);
 }
 
 }  // namespace fastattn

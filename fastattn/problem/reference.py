@@ -333,7 +333,7 @@ def _over(x: Tensor, operation: str, *args: Any) -> Tensor:
 def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:
     """What sinks ``[H]`` or ``[B, H]`` take of every row, whose log-sum-exp they are part of."""
     # That of a row without keys is -inf, and -inf - -inf would be NaN.
-    return torch.exp(sink.to(lse.dtype)[..., None] - lse.clamp(min=-3e38))
+    return torch.exp(sink.to(lse.dtype)[..., None] - lse.clamp(min=torch.finfo(lse.dtype).min))
 
 
 # Below it a factor has lost its digits: the sink has all of a row.
@@ -345,7 +345,7 @@ def known_sink_weight(sink: Tensor, stats: Tensor, unit: float = 1.0) -> Tensor:
     shift, factor = stats[..., 0], stats[..., 1]
     taken = above_shift(sink, shift, unit).exp_().mul_(factor)
     own = sink.double()[..., None]
-    alone = torch.exp(own - own.clamp(min=-3e38))
+    alone = torch.exp(own - own.clamp(min=torch.finfo(own.dtype).min))
     return torch.where(factor < LEAST_FACTOR, alone, taken).to(stats.dtype)
 
 

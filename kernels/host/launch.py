@@ -117,6 +117,11 @@ class Call(schemas.Call):
         return max(LEAST_UNIT, scale * LOG2E.value) if self.folds_scale else scale
 
     @property
+    def natural(self) -> float:
+        """The natural logit of a logit of 1, as kernels have logits."""
+        return natural_scale(self, self.scale) if self.folds_scale else 1.0
+
+    @property
     def kind(self) -> Kind:
         """What its kernels need besides what masks need: which configurations they take."""
         if self.bias is not None and self.bias.element_size() > self.q.element_size():

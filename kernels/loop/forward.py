@@ -136,7 +136,7 @@ def attend(
 @triton.jit(do_not_specialize=VARYING)
 def sdpa_fwd_kernel(
     q, k, v, terms, bias, sink, out, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, mask, lists,
-    drop, scale, H, group, M, N, spec,
+    drop, scale, natural, H, group, M, N, spec,
 ):  # fmt: skip
     dims = Dims(H, group, M, N)
     partial = Partial(acc_ptr, part_ptr, chunks)
@@ -188,20 +188,18 @@ def sdpa_fwd_kernel(
     if partial.chunks is not None:
         store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec)
     else:
-        factor = finish_rows(
-            m_i, l_i, sink, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m
-        )
+        factor = finish_rows(m_i, l_i, sink, lse_ptr, stats_ptr, drop, natural, dims, b, h, offs_m)
         store_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, acc * factor[:, None])
 
 
 @triton.jit
-def finish_rows(m_i, l_i, sink, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m):
+def finish_rows(m_i, l_i, sink, lse_ptr, stats_ptr, drop, natural, dims, b, h, offs_m):
     """Stores log-sum-exp and stats of rows; returns what O is multiplied by."""
     of_row = None
     if sink.ptr is not None:
         ptrs = head_ptr(sink, b, h) + row_offsets(sink, offs_m)
         of_row = tl.load(ptrs, mask=offs_m < dims.M, other=0.0).to(tl.float32)
-    shift, factor, lse = softmax_finish(m_i, l_i, of_row, unit_of(scale, spec))
+    shift, factor, lse = softmax_finish(m_i, l_i, of_row, natural)
     tl.store(row_ptrs(lse_ptr, b, h, dims.H, offs_m, dims.M), lse, mask=offs_m < dims.M)
     store_stats(stats_ptr, b, h, dims.H, offs_m, dims.M, shift, factor)
     if drop.seed_ptr is not None:
@@ -223,8 +221,8 @@ def store_partial(partial, acc, m_i, l_i, b, h, chunk, offs_m, dims, spec):
 
 @triton.jit(do_not_specialize=VARYING)
 def sdpa_merge_kernel(
-    out, sink, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, drop, scale, H, group, M, N, spec,
-    CHUNKS: tl.constexpr,
+    out, sink, lse_ptr, stats_ptr, acc_ptr, part_ptr, chunks, drop, scale, natural, H, group, M, N,
+    spec, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """One row: its chunks side by side, at least as many as there are."""
     dims = Dims(H, group, M, N)
@@ -244,7 +242,7 @@ def sdpa_merge_kernel(
     acc = tl.load(ptrs, mask=there[:, None] & (offs_e < spec.E)[None, :], other=0.0)
     acc = tl.sum(acc * alpha[:, None], 0)
     m_i, l_i = m_i + tl.zeros((1,), tl.float32), l_i + tl.zeros((1,), tl.float32)
-    factor = finish_rows(m_i, l_i, sink, lse_ptr, stats_ptr, drop, scale, dims, spec, b, h, offs_m)
+    factor = finish_rows(m_i, l_i, sink, lse_ptr, stats_ptr, drop, natural, dims, b, h, offs_m)
     rows = acc[None, :] * factor[:, None]
     store_tile(head_ptr(out, b, h), out, offs_m, offs_e, M, spec.E, rows)
 
@@ -305,7 +303,7 @@ def launch_sdpa_fwd(call: Call, sink: Tensor | None = None, terms: Terms = DOT_P
     launch(sdpa_fwd_kernel, triton.cdiv(M, block_m) * chunks * B * H)(
         view(call.q), view(call.k), view(call.v), terms, bias_view(call), of_rows,
         rows, lse, stats, *partial, mask, block_lists(call, mask, block_m, block_n), drop,
-        call.logit_scale, *call.dims, shape, **options,
+        call.logit_scale, call.natural, *call.dims, shape, **options,
     )  # fmt: skip
     if chunks > 1:
         launch_merge(call, rows, of_rows, lse, stats, partial, drop, shape)
@@ -335,7 +333,7 @@ def launch_merge(
 ) -> None:
     """Merges the chunks of every row into out, lse and stats."""
     launch(sdpa_merge_kernel, call.B * call.H * call.M)(
-        out, sink, lse, stats, *partial, drop, call.logit_scale, *call.dims, shape,
+        out, sink, lse, stats, *partial, drop, call.logit_scale, call.natural, *call.dims, shape,
         CHUNKS=slots_of(partial.chunks),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from ..score.score import load_side
 from ..tile.dropout import survives
 from ..tile.launching import launch
 from ..tile.masking import key_count, kv_range, row_range
-from ..tile.softmax import LN2, fold_factor, load_stats, sink_weight, unit_of, weights_of
+from ..tile.softmax import fold_factor, load_stats, sink_weight, unit_of, weights_of
 from ..tile.strided import (
     VARYING,
     Dims,
@@ -97,12 +97,11 @@ def launch_delta(call: Call, t, mask, drop, out, grad_lse) -> None:
 
 @triton.jit(do_not_specialize=VARYING)
 def sink_grad_kernel(
-    sink, stats_ptr, delta_ptr, grad_lse_ptr, grad_ptr, scale, H, M, spec, BLOCK: tl.constexpr
+    sink, stats_ptr, delta_ptr, grad_lse_ptr, grad_ptr, natural, H, M, BLOCK: tl.constexpr
 ):
     """The sum over the rows of one head. Not run on a GPU."""
     _, b, h = place(1, H, False)
     own = tl.load(head_ptr(sink, b, h))
-    natural = unit_of(scale, spec) * LN2
     total = tl.zeros((BLOCK,), tl.float64)
     for start in tl.range(0, M, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -130,6 +129,6 @@ def launch_sink_grad(call: Call, saved: Saved, delta: Tensor | None) -> Tensor:
     if grad.numel() > 0:
         launch(sink_grad_kernel, call.B * call.H)(
             sink_view(saved.sink, call), saved.stats, delta, saved.grad_lse, grad,
-            call.logit_scale, call.H, call.M, spec(call, "tile")[0], BLOCK=_ROWS,
+            call.natural, call.H, call.M, BLOCK=_ROWS,
         )  # fmt: skip
     return grad

@@ -48,19 +48,21 @@ def softmax_step(s, m_i, l_i, unit):
 
 
 @triton.jit
-def softmax_finish(m_i, l_i, sink, unit):
+def softmax_finish(m_i, l_i, sink, natural):
     """(shift, factor, natural log-sum-exp): 0, 0 and -inf where a row met no key.
 
-    ``sink``: one more natural logit of every row, or None. It is the log-sum-exp of an empty row.
+    ``natural``: the natural logit of a logit of 1. Made of the unit it would be rounded twice, and
+    so would every number of a row beside a sink. ``sink``: one more natural logit of every row, or
+    None. It is the log-sum-exp of an empty row.
     """
     empty = l_i == 0.0
     l_safe = tl.where(empty, 1.0, l_i)
     shift = tl.where(m_i == float("-inf"), 0.0, m_i)
     if sink is None:
-        factor, lse = 1.0 / l_safe, m_i * (unit * LN2) + tl.log(l_safe)
+        factor, lse = 1.0 / l_safe, m_i * natural + tl.log(l_safe)
         none = float("-inf")
     else:
-        factor, lse = finish_beside(sink, shift, l_safe, unit * LN2)
+        factor, lse = finish_beside(sink, shift, l_safe, natural)
         none = sink
     return shift, tl.where(empty, 0.0, factor), tl.where(empty, none, lse)
 
@@ -74,7 +76,7 @@ def finish_beside(sink, shift, l_i, natural):
     """
     above = sink.to(tl.float64) - shift.to(tl.float64) * natural
     is_above = above > 0.0
-    less = exp_minus(tl.abs(above))
+    less = exp_of_double(-tl.abs(above))
     of_keys = tl.where(is_above, less, 1.0)
     total = tl.fma(of_keys, l_i, tl.where(is_above, 1.0, less))
     log = tl.log(total)
@@ -88,19 +90,17 @@ def sink_weight(sink, shift, factor, natural):
     Where a factor has lost its digits, the sink has all of the row.
     """
     own = sink.to(tl.float64)
-    above = own - shift.to(tl.float64) * natural
-    less = exp_minus(tl.abs(above))
-    taken = tl.where(above > 0.0, factor / less, factor * less)
+    known = factor * exp_of_double(own - shift.to(tl.float64) * natural)
     alone = tl.where(tl.abs(own) < float("inf"), 1.0, tl.where(own < 0.0, 0.0, own))
-    return tl.where(factor < LEAST_FACTOR, alone.to(tl.float32), taken)
+    return tl.where(factor < LEAST_FACTOR, alone.to(tl.float32), known)
 
 
 @triton.jit
-def exp_minus(x):
-    """e^-x in float32 of float64 x >= 0."""
-    x = tl.minimum(x, 200.0, propagate_nan=tl.PropagateNan.ALL)  # whose result is 0
+def exp_of_double(x):
+    """e^x in float32 of float64 x < 88."""
+    x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)  # whose result is 0
     whole = tl.floor(x * LOG2E)
-    return tl.exp2(-whole.to(tl.float32)) * tl.exp((whole * LN2 - x).to(tl.float32))
+    return tl.exp2(whole.to(tl.float32)) * tl.exp((x - whole * LN2).to(tl.float32))
 
 
 @triton.jit

@@ -158,7 +158,7 @@ DOT = [
     ),
     of_file(
         "sinks: the gradient of a factor without digits", "../problem/sink.h",
-        "if (!(factor < kLeast))", "if (true)", "test_sinks", "tile/sink.cu",
+        "factor < kLeast ?", "factor < 0.f ?", "test_sinks", "tile/sink.cu",
     ),
     of_file(
         "sinks: a sum that others still write", "tile/sink.cu",

@@ -55,6 +55,7 @@ from properties.sinks import (  # noqa: F401
     test_a_row_without_keys_has_no_gradient_but_of_its_log_sum_exp,
     test_sinks_far_above_and_below_every_score,
     test_sinks_of_samples_and_of_any_strides,
+    test_the_largest_sinks_are_numbers,
     test_without_keys_the_log_sum_exp_is_the_sink,
 )
 from properties.strides import (  # noqa: F401

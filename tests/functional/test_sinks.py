@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import sinks, testing
+from fastattn.backends import eager
+from fastattn.problem import validate
 from fastattn.testing import Case
 
 
@@ -96,11 +98,15 @@ def test_the_gradient_of_a_sink_of_minus_infinity_is_0(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_products_of_half_types_are_those_of_a_few_rows_each(monkeypatch, dtype):
-    """Of one row where that is more than a copy is to have."""
-    q, sink = (x.to(dtype) for x in inputs()[::3])
+    """What processes merge. Of one row where that is more than a copy is to have."""
+    q, k, v, sink = (x.to(dtype) for x in inputs())
+    p, *tensors = validate.build("dot", q, k, v, return_weights="full")[:6]
 
     def results():
-        return fastattn.scaled_dot_product_attention(q, q, q, sink=sink, return_weights="full")
+        merged = eager.forward(p, *tensors)
+        found = out, _, weights, stats = sinks.fold(sink, 1.0, *merged)
+        upstream = out.sin(), None, weights.sin()
+        return (*found, sinks.gradient(sink, 1.0, out, weights, stats, *upstream))
 
     want = results()
     for most in (1, 2 * B * H * D):

@@ -17,6 +17,7 @@ scores = pytest.mark.parametrize("score", SCORES)
 
 EXACT = {  # logits near `top`, all of which are numbers of float32, and sinks around
     "score": dict(top=64.0),
+    "scale": dict(top=256.0, scale=711 / 4096),  # times log2(e) and ln(2) it is another number
     "biased": dict(top=64.0, bias=torch.tensor(-128.0)),
     "softcap": dict(top=900.0, softcap=30.0),
 }
@@ -26,15 +27,16 @@ EXACT = {  # logits near `top`, all of which are numbers of float32, and sinks a
 @pytest.mark.parametrize("kind", EXACT)
 def test_a_sink_adds_no_rounding_of_the_log_sum_exp(kind, above, backend):
     """A log-sum-exp near 64 is known to 4e-6, and so is a share that is made of it."""
-    options = EXACT[kind] | dict(scale=0.25)
-    top, bias, cap = options.pop("top"), options.get("bias"), options.get("softcap")
+    options = dict(scale=0.25) | EXACT[kind]
+    scale, bias, cap = options["scale"], options.get("bias"), options.get("softcap")
     q, k = (torch.randint(-3, 4, (1, 2, n, 16)).float() for n in (3, 50))
-    q[..., 0] = k[..., 0] = 2 * math.sqrt(top)
+    q[..., 0] = k[..., 0] = largest = round(math.sqrt(options.pop("top") / scale))
     v = torch.rand(1, 2, 50, 4)
+    top = largest**2 * scale
     middle = cap if cap else top if bias is None else top + bias.item()
 
     def plain(sink):
-        s = q.to(sink) @ k.to(sink).mT / 4
+        s = q.to(sink) @ k.to(sink).mT * scale
         s = cap * torch.tanh(s / cap) if cap else s if bias is None else s + bias
         s = torch.cat([s, sink[:, None, None].expand(1, 2, 3, 1)], -1)
         return torch.softmax(s, -1)[..., :-1] @ v.to(sink)
@@ -101,6 +103,18 @@ def test_without_keys_the_log_sum_exp_is_the_sink(score, M, backend):
     grads = torch.full_like(out, torch.inf), torch.randn(2, 4, M)  # the first is of a constant
     [grad] = torch.autograd.grad((out, lse), sink, grads)
     torch.testing.assert_close(grad, grads[1].sum((0, 2)))
+
+
+@pytest.mark.parametrize("sink", [torch.finfo(torch.float32).max, torch.finfo(torch.float32).min])
+@scores
+def test_the_largest_sinks_are_numbers(score, sink, backend):
+    """The least one is how some switch a sink off: a row without keys is all its own then, too."""
+    x = inputs(score, B=1, H=2, Hkv=2, M=3, N=37)
+    mask = Mask(kv_len=torch.tensor([[37, 0, 37]]))
+    sinks = torch.full((2,), sink, requires_grad=True)
+    out, lse = attend(**x, mask=mask, sink=sinks, return_lse=True, backend=backend)
+    [grad] = torch.autograd.grad((out, lse), sinks, (torch.ones_like(out), torch.ones_like(lse)))
+    assert grad.tolist() == [3.0 if sink > 0 else 1.0] * 2
 
 
 @pytest.mark.parametrize("M", [1, 20])

@@ -36,7 +36,8 @@ def _repair_interpreter():
     device function, which takes milliseconds. Products are summed in the order of the inner dim, as
     on a GPU. BLAS uses another order for each shape; with logits of 1e4, S and the transposed S of
     backward would differ. It ignores the precision of products. Of NaN and a number, its minimum
-    and maximum are NaN, unasked, where the hardware gives the number.
+    and maximum are NaN, unasked, where the hardware gives the number. A float argument stays a
+    float64 number, and so does what is computed of it alone.
     """
     import triton.experimental.gluon  # noqa: F401 - the first launch would import it, and checks the variable
     import triton.language as tl
@@ -71,9 +72,16 @@ def _repair_interpreter():
     builder.cast_impl = builder.create_fp_trunc = cast_impl
 
     convert = interpreter._implicit_cvt
-    interpreter._implicit_cvt = lambda arg: (
-        arg.value if isinstance(arg, tl.constexpr) else convert(arg)
-    )
+
+    def argument(arg):
+        if isinstance(arg, tl.constexpr):
+            return arg.value
+        if isinstance(arg, float):
+            handle = interpreter.TensorHandle(np.array([arg], np.float32), tl.float32)
+            return tl.tensor(handle, tl.float32)
+        return convert(arg)
+
+    interpreter._implicit_cvt = argument
 
     # It computes assertions about overflows, but only checks them in its debug mode.
     the_builder = interpreter.interpreter_builder

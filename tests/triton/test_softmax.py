@@ -15,7 +15,7 @@ INF, NAN = math.inf, math.nan
 
 @triton.jit
 def softmax_kernel(
-    s_ptr, p_ptr, lse_ptr, stats_ptr, scale,
+    s_ptr, p_ptr, lse_ptr, stats_ptr, scale, natural,
     R: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     """Two passes: online statistics, then weights computed from them."""
@@ -26,7 +26,7 @@ def softmax_kernel(
     for start in tl.range(0, C, STEP):
         s = tl.load(s_ptr + r[:, None] * C + start + tl.arange(0, STEP)[None, :])
         p, alpha, m_i, l_i = softmax.softmax_step(s, m_i, l_i, scale)
-    shift, factor, lse = softmax.softmax_finish(m_i, l_i, None, scale)
+    shift, factor, lse = softmax.softmax_finish(m_i, l_i, None, natural)
     tl.store(lse_ptr + r, lse)
     softmax.store_stats(stats_ptr, head, head, 1, r, R, shift, factor)
     shift, factor = softmax.load_stats(stats_ptr, head, head, 1, r[:, None], R)
@@ -45,7 +45,7 @@ def run(request, device):
         s = s.to(device)
         p, lse, stats = (torch.empty(x, device=device) for x in (s.shape, ROWS, (ROWS, 2)))
         softmax_kernel[(1,)](
-            s, p, lse, stats, scale * math.log2(math.e),
+            s, p, lse, stats, scale * math.log2(math.e), scale,
             R=ROWS, C=COLS, STEP=STEP, FOLDED=request.param,
         )  # fmt: skip
         return p.cpu(), lse.cpu(), stats.cpu()

@@ -213,7 +213,7 @@ class ReduceWorker {
       const float delta = *args_.delta(b, h, i);
       if (to.stride_r != 0) sum = 0.;  // rows are heads
       sum += sink_term(p_, load_sink(p_.sink, b, h, i), natural, args_.row(b, h, i), delta,
-                       [](double x) { return __builtin_exp(-x); });
+                       [](double x) { return __builtin_exp(x); });
       first[i * to.stride_r] = static_cast<float>(sum);
     }
   }

@@ -19,8 +19,9 @@ __global__ void __launch_bounds__(kThreads) sink_kernel(const __grid_constant__ 
   const double sink = load_element(p.sink, offset_of(p.sink, b, h, 0, 0));
   const float* const delta = static_cast<const float*>(p.workspace) + a.delta;
   double sum = 0.;
+#pragma unroll 4
   for (int64_t n = first + thread(); n < first + p.M; n += kThreads)
-    sum += sink_term(p, sink, a.natural, n, delta[n], exp_minus);
+    sum += sink_term(p, sink, a.natural, n, delta[n], exp_of_double);
   sums[thread()] = sum;
   for (int others = kThreads / 2; others > 0; others /= 2) {
     __syncthreads();

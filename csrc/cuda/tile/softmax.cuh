@@ -100,12 +100,12 @@ struct RowEnd {
   float factor, lse;
 };
 
-// e^-x of x >= 0.
-FASTATTN_DEVICE float exp_minus(double x) {
-  constexpr double kMost = 200., kLn2 = 0.6931471805599453;  // e^-200 is 0
-  x = x > kMost ? kMost : x;                                 // NaN stays NaN
+// e^x of x < 88.
+FASTATTN_DEVICE float exp_of_double(double x) {
+  constexpr double kLeast = -200., kLn2 = 0.6931471805599453;  // e^-200 is 0
+  x = x < kLeast ? kLeast : x;                                 // NaN stays NaN
   const double whole = floor(x * kLog2e);
-  return exp2f(static_cast<float>(-whole)) * expf(static_cast<float>(whole * kLn2 - x));
+  return exp2f(static_cast<float>(whole)) * expf(static_cast<float>(x - whole * kLn2));
 }
 
 // Beside a sink, l' = l + e^(sink - shift). The larger of both powers stays 1, so neither one
@@ -113,7 +113,7 @@ FASTATTN_DEVICE float exp_minus(double x) {
 // A row without keys keeps a factor of 0. Not run on a GPU.
 FASTATTN_DEVICE RowEnd end_beside(float sink, float shift, float natural, float l) {
   const double above = sink - static_cast<double>(shift) * natural;
-  const float less = exp_minus(fabs(above));
+  const float less = exp_of_double(-fabs(above));
   const float of_keys = above > 0. ? less : 1.f, of_sink = above > 0. ? 1.f : less;
   const float sum = fmaf(of_keys, l, of_sink), log = logf(sum);
   if (l == 0.f) return {0.f, sink};
