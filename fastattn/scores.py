@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from fastattn import autograd, problem
+from fastattn import autograd, problem, sinks
 from fastattn.backends import registry
 from fastattn.functional import (
     Backend,
@@ -196,7 +196,7 @@ def explain(
         return registry.Explanation(None, None, {}, "attention of nested tensors", arguments.NESTED)
     inputs, backend = checked(query, key, value, weight, **options)
     given = inputs.q, inputs.k, inputs.v
-    grad = autograd.needs_autograd(*given, inputs.w, inputs.bias)
+    grad = autograd.needs_autograd(*given, inputs.w, inputs.bias, options.get("sink"))
     return registry.explain(inputs.p, backend, inputs.bias is not None, given, grad)
 
 
@@ -221,7 +221,10 @@ def checked(
         score = other if weight is None else "additive"
     kernels, tensors, scale = _by_kernels(score, query, key, value, weight, bandwidth, scale)
     cast = arguments.autocast(kernels, *tensors)
-    return validate.build(kernels, *cast, scale=scale, **options), backend
+    inputs = validate.build(kernels, *cast, scale=scale, **options)
+    if sink is not None:
+        sinks.check(sink, inputs.q)
+    return inputs, backend
 
 
 def _by_kernels(

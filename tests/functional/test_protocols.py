@@ -284,6 +284,7 @@ def test_explain_takes_all_that_the_call_takes():
         (dict(backend="fpga"), "backend: expected 'auto'"),
         (dict(causal=True), "'causal': write is_causal"),
         (dict(return_lse=1), "return_lse: expected a bool"),
+        (dict(sink=torch.zeros(3)), r"sink: expected \[2\], one for each head, got \[3\]"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             fastattn.explain(q, **options)
