@@ -66,6 +66,7 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
     "plain": [
         dict(TAILS, causal="bottom_right", kv_len="batch", lse=True),
         dict(B=1, H=1, Hkv=1, M=128, N=128, D=64, E=64),  # no mask, whole tiles
+        dict(TAILS, causal="bottom_right", kv_len="batch", sink=0.0),
     ],
     "rich": [dict(TAILS | RICH, keep="mn")],
     "rich bias": [
@@ -88,14 +89,15 @@ PROBLEMS: dict[str, list[dict[str, Any]]] = {
 # head size that has kernels of its own.
 LONG: dict[str, Any] = dict(B=1, H=1, Hkv=1, M=200, N=700, lse=True)
 WHOLE = [dict(LONG, D=64, E=64), dict(LONG, D=128, E=128, causal="bottom_right", sink=0.0)]
-# For products of warpgroups alone: heads over 128, kernels with a softcap, a mask that leaves tiles
-# out, and rows that its copies cannot read, which the usual kernels take.
+# For products of warpgroups alone: heads over 128, kernels with a softcap, masks that leave tiles
+# out, limits of rows, and rows that its copies cannot read, which the usual kernels take.
 WARPGROUPS = [
     dict(LONG, D=256, E=256, causal="bottom_right"),
     dict(LONG, D=256, E=136, softcap=2.0),
     dict(LONG, D=72, E=128, softcap=2.0, causal="bottom_right", keep="n"),
     dict(LONG, D=72, E=64, keep="n", keep_run=True),
     dict(LONG, D=64, E=64, keep="mn"),
+    *(dict(LONG, B=2, D=n, E=n, kv_len="sorted") for n in (64, 128)),  # the first has no keys
     dict(TAILS, D=36, E=36),
 ]
 

@@ -356,6 +356,8 @@ def test_the_check_covers_both_dtypes_and_all_kinds():
     assert found == {(*kernel, t) for kernel in kernels for t in HALVES}
     runs = [case for case in long if case.keep_run]  # of keys: tiles left out, and whole ones
     assert {case.dtype for case in runs if not case.softcap} == set(HALVES)
+    by_row = {(case.D, case.dtype) for case in long if case.kv_len == "sorted"}
+    assert by_row == {(size, t) for size in (64, 128) for t in HALVES}
 
 
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])
