@@ -3,8 +3,10 @@
 import re
 from collections import Counter
 
-_LABEL = re.compile(r"^\s*(\.L\w+):", re.MULTILINE)
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);")
+_LABEL = re.compile(r"^\s*(\.L\w+|\$\S+):", re.MULTILINE)
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][^;]*);")
+_TARGET = re.compile(r"`\((\S+?)\)")
+_LEAVES = re.compile(r"EXIT|RET\b|BRA(\.U)? `")  # the instruction after it is another path's
 _JUMP = re.compile(r"BRA\b.*`\((\.L\w+)\)")
 
 
@@ -15,8 +17,24 @@ def _parse(sass: str) -> tuple[list[str], dict[str, int]]:
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
         elif found := _INSTRUCTION.search(line):
-            instructions.append(found[1].rstrip())
+            instructions.append(found[2].rstrip())
     return instructions, labels
+
+
+def reached(sass: str, first: str) -> list[str]:
+    """The instructions that may run from the one named ``first`` on, wherever they stand."""
+    instructions, labels = _parse(sass)
+    always = [not predicate for predicate, _ in _INSTRUCTION.findall(sass)]
+    [start] = [n for n, x in enumerate(instructions) if x.startswith(first)]
+    found, left = set(), [start]
+    while left:
+        if (n := left.pop()) in found:
+            continue
+        found.add(n)
+        left += [labels[x] for x in _TARGET.findall(instructions[n]) if x in labels]
+        if not (always[n] and _LEAVES.match(instructions[n])):
+            left.append(n + 1)
+    return [instructions[n] for n in sorted(found)]
 
 
 def _innermost(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:

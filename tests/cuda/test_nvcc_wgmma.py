@@ -108,15 +108,13 @@ def test_nothing_touches_the_registers_of_a_product(loop, kernel):
 
 @every_loop
 def test_each_role_has_the_registers_that_it_uses(loop, kernel):
-    """ptxas is not told which code runs with how many. Subroutines follow, of the consumers."""
-    before, _, rest = kernel.partition("USETMAXREG.TRY_ALLOC")
-    consumers, _, rest = rest.partition("USETMAXREG.DEALLOC")
-    producer = rest[: rest.rindex("EXIT")]
-    assert "HGMMA" in consumers
-    assert "UTMALDG" in producer
+    """ptxas is not told which code runs with how many."""
+    before = kernel.partition("USETMAXREG.TRY_ALLOC")[0]
     assert most_registers(before) <= launched(loop.kernel, loop.size)
-    for code in (consumers, producer):
-        assert most_registers(code) <= int(re.match(r"[^;]*?(0x[0-9a-f]+)", code)[1], 16)
+    for change, work in (("USETMAXREG.TRY_ALLOC", "HGMMA"), ("USETMAXREG.DEALLOC", "UTMALDG")):
+        code = "\n".join(sass.reached(kernel, change))
+        assert work in code
+        assert most_registers(code) <= int(re.search(rf"{change}.*?(0x[0-9a-f]+)", code)[1], 16)
 
 
 def most_registers(code: str) -> int:

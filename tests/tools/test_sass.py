@@ -34,6 +34,40 @@ def test_paired_loops_have_reciprocals_and_no_stores():
     assert sass.gradient_loops(LISTING) == [{"slots": 3, "mufu": 1, "local": 0}]
 
 
+ROLES = """
+        /*0000*/               @P0 BRA `(.L_x_0) ;
+        /*0010*/                   USETMAXREG.DEALLOC.CTAPOOL 0x20 ;
+        /*0020*/                   BRA.DIV UR4, `(.L_x_2) ;
+.L_x_1:
+        /*0030*/               @P1 EXIT ;
+        /*0040*/                   IADD3 R8, R8, 0x1, RZ ;
+        /*0050*/                   BRA `(.L_x_1) ;
+.L_x_0:
+        /*0060*/                   FADD R90, R90, R91 ;
+        /*0070*/                   EXIT ;
+.L_x_2:
+        /*0080*/                   WARPSYNC.COLLECTIVE R29, `(.L_x_3) ;
+        /*0090*/                   MOV R28, R2 ;
+        /*00a0*/                   BRA `(.L_x_1) ;
+.L_x_3:
+        /*00b0*/                   CALL.REL.NOINC `($__internal_0) ;
+        /*00c0*/                   RET.REL.NODEC R4 `(kernel) ;
+        /*00d0*/                   FADD R92, R92, R93 ;
+$__internal_0:
+        /*00e0*/                   MUFU.RCP R6, R5 ;
+        /*00f0*/                   RET.REL.NODEC R4 `(kernel) ;
+"""
+
+
+def test_what_runs_behind_an_instruction_stands_anywhere():
+    code = sass.reached(ROLES, "USETMAXREG.DEALLOC")
+    operations = [x.split()[0].partition(".")[0] for x in code]
+    assert operations == [
+        "USETMAXREG", "BRA", "EXIT", "IADD3", "BRA", "WARPSYNC", "MOV", "BRA", "CALL", "RET",
+        "MUFU", "RET",
+    ]  # fmt: skip
+
+
 PRODUCTS = """
 .L_x_7:
         /*0000*/                   WARPGROUP.ARRIVE ;
