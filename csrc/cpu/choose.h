@@ -159,7 +159,9 @@ FASTATTN_FN Path choose_forward(ForwardParams* p, const Chooser& chooser) {
   path.values_by_row = p->M <= kShortChainRows;  // on every path, so that no path sums worse
   path.values_in_place =
       path.values_by_row ? is_in_place(*p, p->v, chooser) : multiplies_in_place(*p);
-  path.heads_together = chooser.ways.take(kHeadsTogether, true);
+  path.heads_together = !chooser.ways.take(kHeadsTogether, true) ? Together::kNever
+                        : chooser.ways.forced                    ? Together::kAlways
+                                                                 : Together::kIfFaster;
   path.chunk_keys = max64(1, p->N);
   if (chooser.ways.take(kSplitKeys, true))
     path.chunk_keys = max64(1, kKeysPerQuery * p->M / kChunkKeys) * kChunkKeys;

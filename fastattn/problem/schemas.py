@@ -161,14 +161,14 @@ CPU_ISA = {
 # one, as FASTATTN_CPU_PATH does ("auto": none).
 CPU_PATH = {
     "cpu_path": (
-        "(int B, int H, int Hkv, int M, int N, bool bf16, bool contiguous_keys, int score, "
+        "(int B, int H, int Hkv, int M, int N, int D, bool bf16, bool contiguous_keys, int score, "
         "bool bias, bool keep_by_row, bool dropout, bool weights, int band_lo, int band_hi) -> str"
     ),
     "select_cpu_path": "(str name) -> bool",
 }
 # A loop of csrc/cpu/entry/limits.cpp, on every thread. It returns what the threads did together.
 CPU_LOOP = {"cpu_loop": "(Tensor memory, int loop, int rounds) -> float"}
-# Whether a device takes the dot product's forward pass by products of warpgroups, where it can. The
+# Whether a device computes the dot product by products of warpgroups, where it can. The
 # CUDA library implements it, and exported programs do not use it: operators.py defines it.
 CUDA_CHOOSE = {"cuda_choose_wgmma": "(int device, bool chosen) -> ()"}
 # The CUDA library implements cuda_forward and cuda_backward, and comes beside _C.abi3.so.

@@ -54,7 +54,8 @@ def paths() -> list[str]:
         cpu.path(p)
         for p in (
             problem(M=8),
-            problem(M=9, N=16),
+            problem(M=12, N=16),
+            problem(M=13, N=16),
             problem(M=1, H=8, N=4000),
             problem("additive", M=1),
             problem(M=600, N=600),
@@ -69,6 +70,7 @@ def test_usual_paths(isa):
     unit = isa.startswith("amx")
     assert paths() == [
         "rows in place",
+        "tiles" if unit else "rows in place",
         "tiles",
         "heads as rows, rows in place, keys in 4 chunks",
         "one query",
@@ -97,8 +99,9 @@ def differs(case: Case, name: str) -> bool:
     has_unit = "amx" in ISA or (ISA == "avx512_bf16" and case.dtype is torch.bfloat16)
     return {
         "heads_as_rows": case.M == 1 and case.H > case.Hkv,
+        "heads_together": case.M <= 64 and case.H > case.Hkv,
         "split_keys": case.N > 192,  # backward; forward 1152
-        "rows_in_place": case.score == "dot" or case.M <= 8,
+        "rows_in_place": case.score == "dot" or case.M <= 12,
         "one_query": case.score == "additive" and case.M == 1 and case.H == case.Hkv,
         "matrix_unit": case.score == "dot" and has_unit,
         "one_thread": torch.get_num_threads() > 1,
@@ -154,7 +157,7 @@ def test_an_unknown_path_is_refused_and_changes_nothing(name):
 
 
 def test_what_is_no_problem_has_no_path():
-    sizes = dict(B=1, H=4, Hkv=0, M=1, N=8, band_lo=-1, band_hi=8, score=0)
+    sizes = dict(B=1, H=4, Hkv=0, M=1, N=8, D=8, band_lo=-1, band_hi=8, score=0)
     names = ("bf16", "contiguous_keys", "bias", "keep_by_row", "dropout", "weights")
     flags = dict.fromkeys(names, False)
     with pytest.raises(RuntimeError, match="Hkv: expected a divisor of H, 4, got 0"):

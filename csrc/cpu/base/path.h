@@ -17,6 +17,9 @@ enum class Way {
 // Whether softmax and products go tile by tile.
 constexpr bool takes_tiles(Way way) { return way == Way::kTiles || way == Way::kMatrixUnit; }
 
+// Whether a task takes several query heads that share keys.
+enum class Together { kNever, kIfFaster, kAlways };
+
 // Queries x keys that a worker takes at a time.
 struct TileSize {
   int64_t m, n;
@@ -24,9 +27,9 @@ struct TileSize {
 
 struct Path {
   Way way;
-  TileSize unit;               // of the matrix unit; other scores have tiles of one size
-  bool heads_as_rows;          // query heads that share keys have become rows of one head
-  bool heads_together;         // a task may take query heads that share keys
+  TileSize unit;       // of the matrix unit; other scores have tiles of one size
+  bool heads_as_rows;  // query heads that share keys have become rows of one head
+  Together heads_together;
   bool values_in_place;        // forward: values are read where they lie
   bool values_by_row;          // forward: each row sums its values in short chains
   int64_t chunk_keys, chunks;  // keys of a head that a task takes

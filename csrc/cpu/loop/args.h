@@ -32,7 +32,7 @@ struct PassArgs {
 };
 
 // A task takes several row blocks through each key tile together, so that the tile is packed once
-// for all. These are row blocks of one head or, where M is small, the heads that share a key head.
+// for all. These are row blocks of one head or, where M is small, heads that share a key head.
 // No row's result changes, so this may depend on the number of threads.
 struct ForwardArgs : PassArgs<ForwardParams> {
   ForwardPlan plan;

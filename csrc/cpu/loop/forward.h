@@ -65,10 +65,11 @@ FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int
 
 // How many heads that share keys a task takes, each of which has one row block: a key tile is
 // packed once for them. All threads are to finish soon, so few tasks of many heads may be worse
-// than many tasks of few.
+// than many tasks of few. For one thread they are not.
 template <typename Score>
-FASTATTN_SIMD int64_t choose_heads(const ForwardParams& p, int64_t group, int64_t chunks,
-                                   int64_t threads) {
+FASTATTN_SIMD int64_t choose_heads(const ForwardParams& p, const Path& path, int64_t group,
+                                   int64_t chunks, int64_t threads) {
+  if (path.heads_together == Together::kAlways) threads = 1;
   const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
   int64_t best = 1, least = INT64_MAX;
   for (int64_t heads = 1; heads <= group; ++heads) {
@@ -112,9 +113,10 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path,
   const int64_t turns = choose_turns<Score>(p, path, blocks, threads);
   const int64_t stack = choose_stack<Score>(p, path, blocks, turns, threads);
   const KeyRange chunks = chunks_of_rows(p, path);
-  const bool together = Score::kHasSlots && path.heads_together && turns == 0 && blocks == 1;
+  const bool together =
+      Score::kHasSlots && path.heads_together != Together::kNever && turns == 0 && blocks == 1;
   const int64_t heads =
-      together ? choose_heads<Score>(p, group, chunks.end - chunks.begin, threads) : 1;
+      together ? choose_heads<Score>(p, path, group, chunks.end - chunks.begin, threads) : 1;
   return {{p, path, logit_units(p, Score::scale(p), Score::own_factor(p)), group, blocks},
           plan_forward(p, path),
           min64(group, heads),
