@@ -109,7 +109,7 @@ def context_parallel_attention(
         key_layout: the same of the keys, for cross-attention. Default None: ``layout``.
         heads_per_step: how many key heads "gather" brings at a time. Default None: a quarter.
         sink: see :func:`fastattn.scaled_dot_product_attention`. Beside one,
-            ``return_weights="mean"`` takes the memory of ``"full"``.
+            ``return_weights="mean"`` takes the memory of ``"full"`` with "gather".
         return_lse: see there.
         backend: see there.
         **options: attn_mask, dropout_p, is_causal, scale, enable_gqa, mask, bias, softcap,
@@ -204,9 +204,6 @@ def attend(
         for name, x in options.items()
         if isinstance(x, Tensor) and name not in rows
     }
-    average = sink is not None and options.get("return_weights") == "mean"
-    if average:  # over heads, each of which has its sink
-        options["return_weights"] = "full"
     inputs = _together(score, tensors, (layout, key_layout), options, group, asked_all)
     p = dataclasses.replace(inputs.p, origin=origin)
     if p.dropout is not None and options.get("seed") is None:
@@ -218,6 +215,10 @@ def attend(
     if method is None:
         whole = p.Hkv > 0 and p.Hkv % group.size == 0
         method = "heads" if whole and not rows else "gather"
+    # A sink counts when all keys have been merged, and weights are averaged over heads behind that.
+    average = sink is not None and p.weights == "mean" and method != "heads"
+    if average:
+        p = dataclasses.replace(p, weights="full")
     # Sums over blocks are wide: the backend is asked about that.
     asked = dataclasses.replace(p, wide=method != "heads")
     name = registry.select(asked, backend, inputs.bias is not None)
