@@ -28,8 +28,8 @@ providers.is_local_module_file = lambda path: False
 
 # Around the sizes of tiles (4, 8, 16, 32, 64, 128), and one that is split where queries are few:
 # kChunkKeys of csrc/cpu/choose.h.
-LENGTHS = (3, 1, 2, 0, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70, 127, 128, 129, 200,
-           300, 1200)  # fmt: skip
+LENGTHS = (3, 1, 2, 0, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70, 127, 128, 129,
+           200, 300, 1200)  # fmt: skip
 FEATURES = (3, 1, 2, 0, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 127, 128, 129, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("bhmd", "bmhd", "bhdm", "sliced", "expanded", "unaligned")

@@ -30,6 +30,7 @@ def _grid() -> list[Case]:
         Case("gqa", H=6, Hkv=2, M=65),
         Case("mqa", H=3, Hkv=1, N=70),
         Case("gqa-decode", H=8, Hkv=2, M=1, N=300),
+        Case("gqa-few", H=4, Hkv=2, M=12, N=70, D=64, keep="hn", kv_len="rows", lse=True),
     ]
     layouts = [Case(f"layout-{x}", layout=x, M=33, N=65, D=20, weights="full", causal="top_left")
                for x in ("bmhd", "sliced", "expanded")]  # fmt: skip
@@ -207,7 +208,7 @@ def _grid() -> list[Case]:
     gaussian = {
         *("M1-N1", "M65-N127", "M4-N257", "D1-E1", "D3-E5", "D65-E8", "gqa", "layout-sliced"),
         *("layout-expanded", "all-masks", "kv-len", "kv-len-rows", "keep-empty-rows", "bias-inf"),
-        *("kv-begin", "intervals", "documents-70"),
+        *("kv-begin", "intervals", "documents-70", "gqa-few"),
         *("bias-hmn", "weights-full", "weights-mean", "dropout", "dropout-all", "mqa"),
         *("relative-masks", "garbage-groups", "garbage-few", "D24-E136"),
         *("plain-N64", "plain-N128", *(c.name for c in (*zeros, *caps, *sinks))),
@@ -225,7 +226,7 @@ def _grid() -> list[Case]:
     ]
     half = {
         *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "documents-70"),
-        *("garbage-groups", "bias-inf"),
+        *("garbage-groups", "bias-inf", "gqa-few"),
         *("bias-hmn", "weights-mean", "dropout", "large-logits", "huge", "opposite-60"),
         *("softcap", "softcap-masks", "softcap-50", "alibi-causal", "relative-masks"),
         *("sink", "sink-masks", "plain-N128-logits-1e4"),

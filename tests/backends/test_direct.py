@@ -26,7 +26,7 @@ from fastattn.testing import GRID
 pytestmark = pytest.mark.usefixtures("extension", "empty_table")
 sdpa = fastattn.scaled_dot_product_attention
 
-# What a plan may be made of: no log-sum-exp, no dropout. Scores but these have no plans.
+# What a plan may be made of: no log-sum-exp, and here no seed. Scores but these have no plans.
 CASES = [
     dataclasses.replace(case, lse=False, dropout_p=0.0)
     for case in GRID

@@ -63,6 +63,7 @@ def test_grid_has_every_size(score):
         lambda c: c.H != c.Hkv and c.dropout_p,
         lambda c: c.H != c.Hkv and c.weights == "mean",
         lambda c: 1 < c.M <= 8 and c.keep,
+        lambda c: 8 < c.M <= 12 and c.D >= 64,  # in place on some processors
     ],
 )
 def test_grid_has_every_feature(feature):

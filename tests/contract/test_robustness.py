@@ -66,11 +66,12 @@ def test_the_number_of_threads_changes_no_bit_of_rows_with_fewer_keys(extension,
     assert_same_bits(found[0], found[2])
 
 
-@pytest.mark.parametrize("sizes", [(1, 2600), (4, 3000)], ids=str)
+@pytest.mark.parametrize("sizes", [(6, 1, 2600), (1, 4, 3000)], ids=str)
 @scores
 def test_the_number_of_threads_changes_no_bit_of_decoding(extension, set_threads, score, sizes):
-    M, N = sizes
-    call = inputs(score, B=1, H=1, M=M, N=N, D=24, E=20)
+    """With enough work for other threads."""
+    H, M, N = sizes
+    call = inputs(score, B=1, H=H, M=M, N=N, D=24, E=20)
     found = []
     for n in (1, 2, 4):
         set_threads(n)

@@ -19,7 +19,7 @@ PROBLEMS = {
     "window": dict(window=(40, 3)),
     "blocks": dict(keep="mn", weights="mean"),
     "softcap": dict(softcap=3.0),
-    "few": dict(M=5, weights="mean"),
+    "few": dict(M=5, N=700, weights="mean"),  # enough work for other threads
     "forms": dict(weights="mean"),
     "bfloat16": dict(dtype=torch.bfloat16, weights="mean", bias="bmn"),
 }

@@ -148,18 +148,12 @@ inline unsigned __ballot_sync(unsigned mask, int value, CUDA_ON_CPU_HERE) {
 inline int __any_sync(unsigned mask, int value, CUDA_ON_CPU_HERE) {
   return ballot(mask, value != 0, here) != 0;
 }
-inline int __all_sync(unsigned mask, int value, CUDA_ON_CPU_HERE) {
-  return ballot(mask, value != 0, here) == mask;
-}
 // Of all lanes of a warp.
 template <typename Combine>
 int reduce(unsigned mask, int value, Combine combine, Site here) {
   for (int lanes = 16; lanes > 0; lanes /= 2)
     value = combine(value, __shfl_xor_sync(mask, value, lanes, here));
   return value;
-}
-inline int __reduce_min_sync(unsigned mask, int value, CUDA_ON_CPU_HERE) {
-  return reduce(mask, value, [](int a, int b) { return a < b ? a : b; }, here);
 }
 inline int __reduce_max_sync(unsigned mask, int value, CUDA_ON_CPU_HERE) {
   return reduce(mask, value, [](int a, int b) { return a > b ? a : b; }, here);
