@@ -1,4 +1,4 @@
-"""CUDA C++ kernels (csrc/cuda) for NVIDIA GPUs: additive attention, and SDPA in half precision.
+"""CUDA C++ kernels (csrc/cuda) for NVIDIA GPUs: all scores, dot products in half types alone.
 
 A separate library (fastattn/_cuda.so), loaded if torch has CUDA.
 """

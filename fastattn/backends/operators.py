@@ -40,7 +40,7 @@ PACKAGE = Path(__file__).parents[1]  # where setup.py puts them
 
 
 def load(pattern: str, *reason: str) -> str | None:
-    """Loads a library that setup.py builds into this folder. Returns why it is missing, or None.
+    """Loads a library that setup.py builds into the package. Returns why it is missing, or None.
 
     ``reason``: the keys of _build_info.json that say why it was not built.
     """

@@ -1,4 +1,4 @@
-"""Triton kernels (kernels/) for GPUs: fp16, bf16, fp32, every feature. M * N memory: 0030.
+"""Triton kernels (kernels/) for GPUs: fp16, bf16, fp32, every feature.
 
 They run behind their own operators, with the schemas of ``problem/schemas.py``, so that
 torch.compile and export see one opaque call. The first run imports Triton.

@@ -76,8 +76,8 @@ class Known(NamedTuple):
     ``batch`` are the call's batch dims. ``p`` has no tensors. ``masks`` are those that there are,
     and the bias: their numbers in ``Call.masks()``, and their shapes in a record. They are None
     for a record without tensors.
-    ``forward`` is the backend that takes calls without gradient from ``backend``, where their
-    strides suit it. ``waits``: ``backend`` needs a check before it takes others.
+    ``forward`` is the backend that takes calls from ``backend``, where ``registry.takes`` says so.
+    ``waits``: ``backend`` needs a check before it takes others.
     """
 
     p: Problem
