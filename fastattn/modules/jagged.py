@@ -113,7 +113,11 @@ def _padded(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
     def restored(x: Tensor) -> Tensor:
         by_head = x.dim() == 4  # weights (B, H, M, N)
         x = x.transpose(1, 2) if by_head else x
-        made = jagged.from_values(x.flatten(0, 1)[places], queries)
+        rows = x.flatten(0, 1)
+        rows = torch.cat(
+            [rows, rows.new_zeros(1, *rows.shape[1:])]
+        )  # for what is past the last one
+        made = jagged.from_values(rows[places], queries)
         return made.transpose(1, 2) if by_head else made
 
     return _each(restored, results)
@@ -124,10 +128,13 @@ def _with_padding(x: Any) -> Tensor:
 
 
 def _places(offsets: Tensor, T: int, length: int) -> Tensor:
-    """Where each of T rows stands in sequences that are padded to ``length``."""
-    t = torch.arange(T, device=offsets.device)
+    """Where each of T rows stands in sequences that are padded to ``length``.
+
+    Rows past the last sequence stand behind all of them.
+    """
+    t, B = torch.arange(T, device=offsets.device), offsets.shape[0] - 1
     sample = torch.searchsorted(offsets[1:].contiguous(), t, right=True)
-    return sample * length + t - offsets[sample]
+    return torch.where(sample < B, sample * length + t - offsets[sample], B * length)
 
 
 def _values(call: dict[str, Any]) -> dict[str, Any]:

@@ -112,6 +112,22 @@ def test_self_attention(mask, dtype):
     check(fastattn.SelfAttention(DIM, 3, 4), *both(call), [SQUARE], dtype)
 
 
+def test_rows_past_the_last_sequence():
+    """As of a buffer that is longer: results are 0 there. Gradients of padded ones torch refuses."""
+    module = fastattn.AdditiveAttention(DIM, DIM, 5)
+    values = torch.randn(10, DIM, requires_grad=True)
+    x = torch.nested.nested_tensor_from_jagged(values, offsets((3, 4)))
+    short = torch.nested.nested_tensor_from_jagged(values[:7], offsets((3, 4)))
+    for options in (dict(need_weights=False), dict(need_weights=True)):
+        out, expected = (module(y, y, y, **options) for y in (x, short))
+        out, expected = (y[0] if type(y) is tuple else y for y in (out, expected))
+        assert torch.equal(out.values()[:7], expected.values())
+        assert not out.values()[7:].any()
+        if not options["need_weights"]:
+            [grad] = torch.autograd.grad(out.values().sum(), values)
+            assert not grad[7:].any()
+
+
 SINGLE = {
     "additive": lambda: fastattn.AdditiveAttention(DIM, DIM, 5),
     "luong": lambda: fastattn.LuongAttention(DIM, method="general"),

@@ -139,6 +139,18 @@ def test_window_moves_forward_only(tensors):
     assert (seen[0] == torch.arange(3)).all()
 
 
+def test_dropout_of_all_weights_moves_no_window_back():
+    torch.manual_seed(0)
+    attention = LocationSensitiveAttention(DQ, DK, HIDDEN, window=(0, 1), dropout=0.5).train()
+    memory, state, seen = torch.randn(1, 20, DK), None, []
+    for _ in range(40):
+        _, weights, state = attention(torch.randn(1, DQ), memory, memory, state=state)
+        seen.append(weights[0].nonzero().flatten().tolist())
+    first = [keys[0] for keys in seen if keys]
+    assert len(first) < len(seen)
+    assert first == sorted(first)
+
+
 def test_state(tensors):
     queries, keys, values = tensors
     attention = LocationSensitiveAttention(DQ, DK, HIDDEN)

@@ -22,7 +22,7 @@ class AlignmentState(NamedTuple):
     """The state from one decoding step to the next. Sums are kept in float32 at least.
 
     Attributes:
-        previous: (B, N), the weights of the last step.
+        previous: (B, N), the weights of the last step; with a window, of the last that had any.
         cumulative: (B, N), the sum of the weights of all steps: See et al.'s coverage vector.
     """
 
@@ -194,8 +194,10 @@ class LocationSensitiveAttention(AdditiveAttention):
         weights = weights.squeeze(1)
         if self.store_weights:
             self.attention_weights = weights.detach()
-        after = AlignmentState(weights.to(state.previous.dtype), state.cumulative + weights)
-        return out.squeeze(1), weights, after
+        last = weights.to(state.previous.dtype)
+        if self.window is not None:  # dropout and masks may leave nothing in it: it stays there
+            last = torch.where((last == 0).all(1, keepdim=True), state.previous, last)
+        return out.squeeze(1), weights, AlignmentState(last, state.cumulative + weights)
 
     def _with_location(self, keys: Tensor, state: AlignmentState) -> Tensor:
         """Projected keys plus the terms of past weights, (B, N, hidden_dim)."""
