@@ -18,7 +18,7 @@ from fastattn.distributed.layout import Layout
 from fastattn.distributed.plan import Plan
 from fastattn.functional import Returned
 from fastattn.problem import Dropout, Mask, Origin, Score, arguments, call_cache, relative, validate
-from fastattn.problem.mask import LIMITS
+from fastattn.problem.mask import LIMITS, MASK_TENSORS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -204,13 +204,12 @@ def attend(
         for name, x in options.items()
         if isinstance(x, Tensor) and name not in rows
     }
-    inputs = _together(score, tensors, (layout, key_layout), options, group, asked_all)
+    inputs = _together(score, tensors, (layout, key_layout), options, sink, group, asked_all)
     p = dataclasses.replace(inputs.p, origin=origin)
     if p.dropout is not None and options.get("seed") is None:
         seed: Any = p.dropout.seed
         p = dataclasses.replace(p, dropout=Dropout(p.dropout.p, comm.first(seed, group)))
     if sink is not None:
-        sinks.check(sink, inputs.q)
         sink = heads.replicated(sink, group)
     if method is None:
         whole = p.Hkv > 0 and p.Hkv % group.size == 0
@@ -273,23 +272,30 @@ def _together(
     tensors: list,
     layouts: tuple[Layout, Layout],
     options: dict,
+    sink: Tensor | None,
     group: Group,
     asked_all: bool,
 ) -> validate.Inputs:
-    """The record. Where the limits of one rank may be wrong alone, all ranks raise.
+    """The record. Where what one rank gives may be wrong alone, all ranks raise.
 
-    ``asked_all``: there was no layout, so that ranks have told each other their lengths.
+    ``asked_all``: there was no layout, so that ranks have told each other their lengths, and which
+    tensors they give.
     """
     layout, mask = layouts[0], options.get("mask")
     made = []
 
     def build() -> tuple[()]:
         made.append(_build(score, tensors, (layout.length, layouts[1].length), options))
+        if sink is not None:
+            sinks.check(sink, made[0].q)
         return ()
 
-    limited = isinstance(mask, Mask) and any(getattr(mask, n) is not None for n in LIMITS)
+    of_mask = {n: getattr(mask, n) for n in MASK_TENSORS} if isinstance(mask, Mask) else {}
+    given = sink, options.get("attn_mask"), options.get("bias"), *of_mask.values()
+    limited = any(of_mask.get(n) is not None for n in LIMITS)
     # Values are read on CPUs alone. A shape that is wrong for all rows may be right for one row.
-    if limited and (asked_all or tensors[0].device.type == "cpu" or 1 in layout.sizes):
+    asks = asked_all and any(x is not None for x in given)  # on every rank, or on none
+    if asks or (limited and (tensors[0].device.type == "cpu" or 1 in layout.sizes)):
         agree.every(build, 0, group)
     else:
         build()

@@ -46,9 +46,10 @@ def attend(
     """
     PASSES[method].check(plan)
     own = plan.p.tensors()
-    tensors = sink, q, k, v, w, bias, *own
     if torch.compiler.is_compiling():
-        tensors = autograd.distinct(*tensors)
+        tensors = autograd.distinct(sink, q, k, v, w, bias, *own)
+    else:
+        tensors = tuple(map(autograd.that_autograd_saves, (sink, q, k, v, w, bias, *own)))
     unit = registry.get(plan.backend).shift_unit(plan.p, bias is not None)
     others = plan.p.operands[len(own) :]
     return Function.apply(_words(method, plan), unit, others, *tensors)[:3]  # pyright: ignore

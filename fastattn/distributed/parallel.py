@@ -197,7 +197,8 @@ class Shared:
         def given() -> tuple[Points, Masks]:
             inputs.check_tensors(query, key, value, *masks, cache)
             check_call(part, (query, key, value, *masks), cache)
-            points = inputs.of_each(self._replicated, query, key, value)
+            saved = inputs.that_autograd_saves(query, key, value)
+            points = inputs.of_each(self._replicated, *saved)
             padding = self._replicated(masks[0])
             return points, (padding, self._own_heads(masks[1], module.num_heads))
 

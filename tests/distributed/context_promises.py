@@ -225,6 +225,16 @@ def a_mean_of_half_types_is_rounded_once():
         assert (weights[..., 1:] == 2.0**-24).all()
 
 
+def inference_tensors_are_copied():
+    """As on one device: autograd saves none."""
+    with torch.inference_mode():
+        lengths, keep = torch.tensor([N, N - 3][:B]), drawn(1, N) < 0.5
+        sink = torch.zeros(H)
+    for method in ("heads", "gather", "ring"):
+        mask = fastattn.Mask(kv_len=lengths, keep=keep)
+        local(method, mask=mask, sink=sink, bias=keep.float()).sum().backward()
+
+
 def keys_without_query_heads_have_gradients_of_0():
     group, _, size = world()
     q, k = torch.zeros(B, 0, 3, D), torch.ones(B, size, 3, D, requires_grad=True)
@@ -411,6 +421,7 @@ PROMISES = [
     a_mean_of_half_types_is_rounded_once,
     by_itself_it_takes_heads_or_gather,
     backends_are_asked_about_wide_sums,
+    inference_tensors_are_copied,
     keys_without_query_heads_have_gradients_of_0,
     bytes_are_those_of_the_table,
     decoding_with_keys_spread_over_ranks,

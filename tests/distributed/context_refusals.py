@@ -132,6 +132,9 @@ def what_one_rank_refuses_all_refuse():
          r"mask.kv_len: expected"),
         (call(one_query, own, own, layout=query, key_layout=same, attn_mask=mask), rank > 0,
          "attn_mask: of one query it is the same on every rank"),
+        (call(own, own, own, attn_mask=torch.zeros(3, 3 * size + at_last)), at_last,
+         "attn_mask: expected a shape that broadcasts"),
+        (call(own, own, own, sink=torch.zeros(H + at_last)), at_last, "sink: expected"),
         (call(row, longer, longer, key_layout=same), True,
          f"key: expected 3 rows on rank {last}, as key_layout says, got 4"),
     ):  # fmt: skip

@@ -243,6 +243,17 @@ def layouts_are_compiled_for_each_length():
 # ---- inside a model ----
 
 
+def inference_tensors_are_copied():
+    """The inputs of a part that learns, from a part that does not."""
+    size = dist.get_world_size()
+    with torch.inference_mode():
+        x = drawn(2, 4 * size, 16)
+    for shape, dims in (((1, size), dict(heads="tp")), ((size, 1), dict(context="cp"))):
+        module = fastattn.MultiheadAttention(16, size, batch_first=True)
+        parallelize(module, mesh_of(*shape), **dims)
+        module(x, x, x, need_weights=False)[0].sum().backward()
+
+
 def a_transformer_shares_its_attention():
     """Two lengths, cross-attention, padding, causal rows; in training and at inference."""
     size = dist.get_world_size()
@@ -401,6 +412,7 @@ PROMISES = [
     activation_checkpoints_draw_the_same_bits,
     compiled_in_one_graph,
     layouts_are_compiled_for_each_length,
+    inference_tensors_are_copied,
     a_transformer_shares_its_attention,
     a_cache_holds_own_heads,
     weights_of_all_heads_are_rounded_once,
