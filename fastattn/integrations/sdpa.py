@@ -126,7 +126,7 @@ def _reason_against(call: dict[str, Any]) -> str | None:
             continue
         if x.is_nested:
             return "nested tensor"
-        if arguments.overrides(x):
+        if arguments.overrides(x) or arguments.is_dtensor(x):
             return f"{type(x).__name__} is a tensor subclass"
         if x.layout is not torch.strided:
             return f"layout {x.layout}"

@@ -8,6 +8,7 @@ memory.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import math
@@ -171,6 +172,13 @@ class ModelMask(Mask):
         """The mask itself."""
         return self
 
+    def to(self, *args: Any, **options: Any) -> Any:
+        """As of a bool tensor: the mask on another device, or a tensor of another dtype."""
+        like = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **options)
+        if like.dtype != torch.bool:
+            return self[:].to(*args, **options)
+        return dataclasses.replace(Mask.to(self, like.device), device=like.device)
+
     def __getitem__(self, index: Any) -> Tensor:
         B, H, M, N = self.shape
         return self.to_dense(M, N, B, H).to(self.device)[index]
@@ -196,7 +204,7 @@ def _of_the_tensor(operator: str) -> Callable[..., Tensor]:
     return lambda self, *other: getattr(self[:], operator)(*other)
 
 
-for _name in ("invert", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge"):
+for _name in ("invert", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "mul", "rmul"):
     setattr(ModelMask, f"__{_name}__", _of_the_tensor(f"__{_name}__"))
 
 

@@ -378,6 +378,19 @@ def what_fits_ranks_but_not_the_whole():
             call(q, k, v, **options)
 
 
+def torch_takes_them_from_its_own_function():
+    """As the other subclasses of a tensor: it has calls that this package refuses."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    q, k, v = (distribute_tensor(x.detach()[0], mesh, [Replicate()]) for x in leaves_of().values())
+    call = torch.nn.functional.scaled_dot_product_attention
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = call(q, k, v)
+        with fastattn.use_for_sdpa() as calls:
+            found = call(q, k, v)
+    assert torch.equal(found.full_tensor(), expected.full_tensor())
+    assert list(calls.torch) == ["DTensor is a tensor subclass"]
+
+
 CASES = [
     every_placement_of_a_causal_call,
     masks_biases_and_dropout,
@@ -399,4 +412,5 @@ CASES = [
     offsets_and_parts_that_are_shared,
     parameters_of_another_score,
     what_fits_ranks_but_not_the_whole,
+    torch_takes_them_from_its_own_function,
 ]

@@ -142,10 +142,19 @@ def test_a_mask_is_compared_and_combined_as_its_tensor():
     pairs = [
         (own == 0, dense == 0), (own != 0, dense != 0), (own > 0, dense), (~own, ~dense),
         (own & other, dense & other), (other & own, dense & other), (own | other, dense | other),
-        (own ^ other, dense ^ other),
+        (own ^ other, dense ^ other), (own * 2.0, dense * 2.0), (2.0 * own, dense * 2.0),
     ]  # fmt: skip
     assert all(torch.equal(*pair) for pair in pairs)
     assert own in {own: 1}
+
+
+def test_a_mask_moves_as_its_tensor():
+    own = ModelMask(kv_len=torch.tensor([3, 2]), shape=(2, 1, M, N), device=torch.device("cpu"))
+    moved = own.to("meta", non_blocking=True)
+    assert (moved.device, moved.kv_len.device.type) == (torch.device("meta"), "meta")
+    assert moved[:].device.type == "meta"
+    assert isinstance(own.to(torch.bool), ModelMask)
+    assert torch.equal(own.to(torch.float32), own[:].float())
 
 
 @pytest.mark.parametrize("name", ["cache", "block_indices", "sinks"])
