@@ -113,7 +113,7 @@ def test_self_attention(mask, dtype):
 
 
 def test_rows_past_the_last_sequence():
-    """As of a buffer that is longer: results are 0 there. Gradients of padded ones torch refuses."""
+    """Of a buffer that is longer: results are 0 there. torch has no gradients of padded ones."""
     module = fastattn.AdditiveAttention(DIM, DIM, 5)
     values = torch.randn(10, DIM, requires_grad=True)
     x = torch.nested.nested_tensor_from_jagged(values, offsets((3, 4)))
