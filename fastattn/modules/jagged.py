@@ -114,10 +114,8 @@ def _padded(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         by_head = x.dim() == 4  # weights (B, H, M, N)
         x = x.transpose(1, 2) if by_head else x
         rows = x.flatten(0, 1)
-        rows = torch.cat(
-            [rows, rows.new_zeros(1, *rows.shape[1:])]
-        )  # for what is past the last one
-        made = jagged.from_values(rows[places], queries)
+        past = rows.new_zeros(1, *rows.shape[1:])  # what is past the last sequence
+        made = jagged.from_values(torch.cat([rows, past])[places], queries)
         return made.transpose(1, 2) if by_head else made
 
     return _each(restored, results)
