@@ -80,8 +80,8 @@ constexpr int64_t kShortChainRows = 12;
 // Matrix unit: with at most this many pairs (i, j) a head, laying out its operands costs more than
 // it gains (d64, powers of two, Xeon).
 constexpr int64_t kUnitPairs = 16 * 64;
-// One thread: waking others takes as long as about this many multiply-adds (Zen 3).
-constexpr double kParallelWork = 1 << 19;
+// One thread: waking others takes as long as about this much work, by pass_work() (Zen 3).
+constexpr double kParallelWork = 1 << 20;
 
 FASTATTN_FN bool has_matrix_unit(const AttentionParams& p, const Chooser& chooser) {
   return chooser.unit == Unit::kEveryDtype ||

@@ -249,7 +249,7 @@ static void backward(const BackwardParams& p, const Path& path, const Parallel& 
   const LogitUnits units = logit_units(p, Score::scale(p), Score::own_factor(p));
   const BackwardArgs args = {{p, path, units, group, blocks}, plan_backward(p, path), block_m};
   const double rows = static_cast<double>(heads) * static_cast<double>(p.M);
-  const double work = rows * static_cast<double>(p.N) * static_cast<double>(3 * p.D + 2 * p.E);
+  const double work = pass_work(p, 3 * Score::kDimWork * p.D + 2 * p.E);
   const double sweep = p.grad_weights.data == nullptr ? 1 : static_cast<double>(p.N);
   TaskLoop<DeltaWorker<Score, Values>, BackwardArgs>::run(
       args, heads * blocks, rows * static_cast<double>(p.E) * sweep, parallel);

@@ -39,9 +39,6 @@ constexpr int64_t kStackedBytes = 300 * 1024;
 constexpr int64_t kKeptBytes = 2600 * 1024;
 constexpr int64_t kMostKept = 32 << 20;
 constexpr int64_t kTasksPerThread = 4;  // enough for the threads to finish together
-// Packing a key tile takes as long as the products of about so many rows. Measured on Zen 3 alone;
-// results do not depend on it (0003).
-constexpr int64_t kPackedRows = 8;
 
 // Of one row block: 4 for each logit, and 4 for each sum.
 template <typename Score>
@@ -76,7 +73,7 @@ FASTATTN_SIMD int64_t choose_heads(const ForwardParams& p, const Path& path, int
   for (int64_t heads = 1; heads <= group; ++heads) {
     if (group % heads != 0 || (heads > 1 && heads * p.M * row_bytes > kStackedBytes)) continue;
     const int64_t tasks = p.B * (p.H / heads) * chunks;
-    const int64_t time = ceil_div(tasks, threads) * (heads * p.M + kPackedRows);
+    const int64_t time = ceil_div(tasks, threads) * (heads * p.M + kVisit);
     if (time <= least) best = heads, least = time;
   }
   return best;
@@ -345,9 +342,7 @@ FASTATTN_SHARED void merge_chunks(const ForwardArgs& args, const Parallel& paral
 
 template <typename Score, typename Values = ValueTile>
 static void forward(const ForwardParams& p, const Path& path, const Parallel& parallel) {
-  const double pairs =
-      static_cast<double>(p.B * p.H) * static_cast<double>(p.M) * static_cast<double>(p.N);
-  const double work = pairs * static_cast<double>(p.D + p.E);
+  const double work = pass_work(p, Score::kDimWork * p.D + p.E);
   const int64_t threads = work < path.parallel_work ? 1 : parallel.num_threads;
   const ForwardArgs args = forward_args<Score>(p, path, threads);
   TaskLoop<ForwardWorker<Score, Values>, ForwardArgs>::run(args, args.tasks(), work, parallel);

@@ -43,6 +43,9 @@
 //     // others of its tile, by rounding, and every pass must have the same tiles.
 //     static constexpr int64_t kBeginStep = kWidth;
 //
+//     // A dim of a pair takes as long as so many multiply-adds.
+//     static constexpr int64_t kDimWork = 1;
+//
 //     // Called before the scores of a tile are computed. A score with several accurate ways
 //     // to compute them may have to know which pairs matter. Returns whether the tile needs the
 //     // wide form. use_form() follows, with true if score or values need the wide form.
@@ -131,7 +134,7 @@ struct ScoreDefaults : FormDefaults {
   static float own_factor(const AttentionParams&) { return 1.f; }
   static bool has_forms(const AttentionParams&) { return false; }
 
-  static constexpr int64_t kBeginStep = kWidth;
+  static constexpr int64_t kBeginStep = kWidth, kDimWork = 1;
   static constexpr bool kCanNarrow = false, kHasSlots = false, kHasStrips = false;
   static void use_slot(int64_t) {}
   static int64_t query_bytes(const AttentionParams&) { return 0; }

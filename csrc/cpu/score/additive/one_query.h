@@ -21,6 +21,8 @@ namespace fastattn::FASTATTN_ISA {
 
 class OneQueryAdditive : public FixedTile<1, 64> {
  public:
+  static constexpr int64_t kDimWork = kTanhWork;
+
   OneQueryAdditive(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
                    int64_t = 1)
       : p_(p),

@@ -29,7 +29,7 @@ namespace fastattn::FASTATTN_ISA {
 // A tile of scores fits the L1 cache. An exponential of a key serves 64 pairs.
 class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
  public:
-  static constexpr int64_t kBeginStep = kBlockN;
+  static constexpr int64_t kBeginStep = kBlockN, kDimWork = kTanhWork;
 
   AdditiveScore(const AttentionParams& p, const Path&, Scratch& scratch, bool backward,
                 int64_t slots = 1)

@@ -10,6 +10,9 @@
 
 namespace fastattn::FASTATTN_ISA {
 
+// A term takes as long as about so many multiply-adds of the dot product (Zen 3).
+constexpr int64_t kTanhWork = 8;
+
 // ---- ranges ----
 //
 // A tile may multiply E and F if |k - c| <= key_limit for all of its keys. The centre c of a dim is
