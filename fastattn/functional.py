@@ -129,6 +129,7 @@ def scaled_dot_product_attention(
         sink: ``[H]``, float32 or query's dtype: one more logit a head in the softmax, without a
             value. It is neither scaled nor capped, and differentiable. Weights of a row then sum to
             less than 1, and the log-sum-exp includes the sink: a row without keys has lse = sink.
+            A head whose sink is -inf has none. What +inf gives is undefined.
         return_weights: also return the weights that multiply value, after dropout: ``"full"``
             (``[..., H, M, N]``) or their ``"mean"`` over heads (``[..., M, N]``). Differentiable.
         return_lse: also return the log-sum-exp of the masked scores, ``[..., H, M]``, float32

@@ -280,7 +280,7 @@ def normalize(x: Tensor) -> Tensor:
     if x.shape[-1]:  # so that no sum of squares is 0 or infinite
         safe = safe / _power_of_two(safe.detach())
     unit = F.normalize(safe, dim=-1)
-    return torch.where(usable, unit, torch.where(finite, wide, wide + torch.nan)).to(x.dtype)
+    return torch.where(usable, unit, torch.where(finite, 0.0, wide + torch.nan)).to(x.dtype)
 
 
 def _power_of_two(x: Tensor) -> Tensor:

@@ -187,6 +187,18 @@ def test_cosine_of_ordinary_vectors_is_one_division(dtype, layout, monkeypatch):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_vector_of_zeros_has_cosine_0_and_gradient_0(dtype):
+    x = torch.randn(3, 5).to(dtype)
+    x[1] = 0
+    x.requires_grad_()
+    unit = scores.normalize(x)
+    [grad] = torch.autograd.grad(unit, x, torch.ones_like(unit))
+    assert (unit[1] == 0).all()
+    assert (grad[1] == 0).all()
+    assert (grad[::2] != 0).any()
+
+
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("score", ["cosine", "gaussian"])
 def test_garbage_that_nothing_uses_has_gradient_0(backend, score, garbage):

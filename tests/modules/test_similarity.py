@@ -228,9 +228,11 @@ class TestNadarayaWatson:
         torch.testing.assert_close(model.bandwidth, torch.full((D,), 0.5))
 
     def test_errors(self, tensors):
-        for bad in (0.0, -1.0, [1.0, 0.0], [[1.0]], float("nan")):
-            with pytest.raises(ValueError, match="bandwidth"):
+        for bad in (0.0, -1.0, [1.0, 0.0], [[1.0]], [], float("nan")):
+            with pytest.raises(ValueError, match="bandwidth: expected a positive number"):
                 NadarayaWatson(bad)
+        with pytest.raises(ValueError, match="bandwidth: expected finite numbers to learn"):
+            NadarayaWatson([1.0, float("inf")], learnable=True)
         for bad in (True, np.True_):
             with pytest.raises(TypeError, match=r"bandwidth: expected a number.* got bool"):
                 NadarayaWatson(bad)

@@ -107,9 +107,10 @@ class Alignment(nn.Module):
         self, keys: Tensor | None, values: Tensor | None, cache: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Projected keys (``cache`` if given), and the values (the keys by default)."""
-        values = keys if values is None else values
+        name, values = ("keys", keys) if values is None else ("values", values)
         if values is None:
             raise ValueError("keys and values: expected at least one of them")
+        single_head.check_tensors(**{name: values})
         if cache is not None:
             single_head.check_cache(cache, values, self.features)
             return cache, values

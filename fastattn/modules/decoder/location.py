@@ -174,12 +174,8 @@ class LocationSensitiveAttention(AdditiveAttention):
             state = AlignmentState(*(values.new_zeros(B, N, dtype=wide) for _ in range(2)))
         elif not isinstance(state, AlignmentState):
             raise TypeError(f"state: expected an AlignmentState, got {type(state).__name__}")
-        for x in state:
-            if x.shape != (B, N):
-                raise ValueError(
-                    f"state: expected (B, N) = {[B, N]} to go with values {list(values.shape)}, "
-                    f"got {list(x.shape)}"
-                )
+        for name, x in zip(state._fields, state, strict=True):
+            _check_state(f"state.{name}", x, values)
         out, weights = single_head.attend(
             "additive",
             single_head.project("query", query, self.W_q)[:, None],
@@ -238,6 +234,19 @@ class LocationSensitiveAttention(AdditiveAttention):
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the layers."""
         return f"location={self.location!r}, window={self.window}, {super().extra_repr()}"
+
+
+def _check_state(name: str, x: object, values: Tensor) -> None:
+    """Raises unless ``x`` may be a tensor of the state that goes with these values."""
+    if not isinstance(x, Tensor):
+        raise arguments.no_tensor(name, x)
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point dtype, got {x.dtype}: write x.float()")
+    if x.shape != values.shape[:2] or x.device != values.device:
+        raise ValueError(
+            f"{name}: expected (B, N) = {list(values.shape[:2])} on {values.device} to go with "
+            f"values {list(values.shape)}, got {list(x.shape)} on {x.device}"
+        )
 
 
 def coverage_loss(weights: Tensor) -> Tensor:

@@ -67,10 +67,12 @@ class NadarayaWatson(single_head.Attention):
         _check_numbers(bandwidth)
         wide = _wide(dtype or torch.get_default_dtype())
         start = torch.as_tensor(bandwidth, dtype=wide, device=device)
-        if start.dim() > 1 or not (start.is_meta or (start > 0).all()):
+        if start.dim() > 1 or not start.numel() or not (start.is_meta or (start > 0).all()):
             raise ValueError(
                 f"bandwidth: expected a positive number, or one for each feature, got {bandwidth}"
             )
+        if learnable and not (start.is_meta or start.isfinite().all()):  # no step could change it
+            raise ValueError(f"bandwidth: expected finite numbers to learn, got {bandwidth}")
         self.log_bandwidth = nn.Parameter(start.log(), requires_grad=learnable)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
