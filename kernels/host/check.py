@@ -13,13 +13,21 @@ from torch import Tensor
 from fastattn.problem import relative, schemas
 from fastattn.problem.record import score_of, weights_of, weights_shape
 
+from .config import HEAD_SIZES
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def operands(call: schemas.Call) -> None:
-    """Raises ValueError or TypeError where kernels would read out of bounds, or misread."""
+    """Raises ValueError or TypeError where kernels would read out of bounds or misread, or are none."""
     q, k, v, w, bias, kv_len, keep, kv_begin, seed = call[:9]
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError("q, k, v: expected 4 dims")
     (B, H, M, D), (_, Hkv, N, _), E = q.shape, k.shape, v.shape[3]
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q: expected one of {DTYPES}, got {q.dtype}")
+    if max(D, E) > HEAD_SIZES[-1]:
+        raise ValueError(f"q, v: expected at most {HEAD_SIZES[-1]} features, got {D} and {E}")
     if Hkv != H and (Hkv == 0 or H % Hkv):
         raise ValueError(f"q: expected a multiple of {Hkv} heads, those of k, got {H}")
     score = score_of(call.score)

@@ -86,6 +86,8 @@ def shaped(**changed):
     ("changed", "error", "match"),
     [
         (dict(q=torch.zeros(B, M, D)), ValueError, "expected 4 dims"),
+        (dict(q=torch.zeros(B, H, M, D).double()), TypeError, "q: expected one of"),
+        (dict(v=torch.zeros(B, 1, N, 257)), ValueError, "expected at most 256 features, got 4 and"),
         (dict(v=torch.zeros(B, 1, N - 1, 3)), ValueError, r"v: expected \[3, 1, 7, 3\]"),
         (dict(k=torch.zeros(B, 1, N, D + 1)), ValueError, r"k: expected \[3, 1, 7, 4\]"),
         (dict(k=torch.zeros(B, 1, N, D).half()), TypeError, "k: expected torch.float32"),
