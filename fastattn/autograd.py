@@ -105,13 +105,11 @@ def _refuse_vmap() -> None:
         )
 
 
+@arguments.traced_as_constant
 def levels(transform: str) -> int:
-    """How many transforms of that name are active: a constant while torch.compile traces."""
+    """How many transforms of that name are active."""
     stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore
     return sum(level.key().name == transform for level in stack)
-
-
-levels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _Positional(inspect.Signature):

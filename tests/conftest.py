@@ -24,7 +24,7 @@ import torch
 from helpers import BACKENDS, ISAS, ON_GPU, Carrier, spied
 
 from fastattn import functional
-from fastattn.backends import cpu, operators, registry
+from fastattn.backends import operators, registry
 from fastattn.backends import triton as triton_backend
 from fastattn.problem import call_cache
 
@@ -211,13 +211,13 @@ def set_threads():
 @pytest.fixture
 def operator_calls(monkeypatch):
     """The calls of a module that run as one operator."""
-    return spied(monkeypatch, cpu, "multi_head_attention")
+    return spied(monkeypatch, operators, "multi_head_attention")
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """The keyword arguments of all calls that reach our attention from a module."""
-    seen = spied(monkeypatch, cpu, "multi_head_attention")
+    seen = spied(monkeypatch, operators, "multi_head_attention")
     return spied(monkeypatch, functional, "scaled_dot_product_attention", seen)
 
 

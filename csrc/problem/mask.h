@@ -50,8 +50,7 @@ FASTATTN_FN bool band_keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
 
 // Whether there is nothing that could drop a pair.
 FASTATTN_FN bool keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
-  return band_keeps_all(mask, M, N) && mask.keep == nullptr && mask.kv_len.data == nullptr &&
-         mask.kv_begin.data == nullptr;
+  return band_keeps_all(mask, M, N) && !keys_vary(mask);
 }
 
 // ---- the keys that it keeps ----

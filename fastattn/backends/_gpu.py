@@ -6,23 +6,19 @@ import functools
 
 import torch
 
-from fastattn.problem import Problem
+from fastattn.problem import Problem, arguments
 from fastattn.problem.record import natural_scale
 
 MIN_CAPABILITY = (8, 0)  # older tensor cores have no bf16; Triton and csrc/cuda do not support them
 
 
+@arguments.traced_as_constant
 def reasons(device: torch.device) -> list[str]:
     """Why tensors on ``device`` cannot be computed on a GPU; empty if they can."""
     if device.type == "cuda":
         return list(capability_reasons(device))
     missing = "" if torch.cuda.is_available() else "; torch sees no CUDA device"
     return [f"tensors are on {device.type}{missing}"]
-
-
-# Like torch.compiler.assume_constant_result, without its import of half a second. The code cannot
-# be traced, and the machine does not change.
-reasons._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache

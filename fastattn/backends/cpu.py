@@ -8,14 +8,12 @@ import platform
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastattn.backends import operators
-from fastattn.problem import Problem
-from fastattn.problem.record import SCORES, WEIGHTS, natural_scale
+from fastattn.problem import Problem, arguments
+from fastattn.problem.record import SCORES, natural_scale
 
 
 def unsupported(p: Problem) -> list[str]:
@@ -83,14 +81,11 @@ def _warn_once() -> None:
     )
 
 
+@arguments.traced_as_constant
 def warn_of_missing_kernels() -> None:
     """Warns at the first call that lacks the kernels, if they can be had."""
     if REMEDY is not None:
         _warn_once()
-
-
-# Like the reasons in _gpu.py: a warning cannot be traced.
-warn_of_missing_kernels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 forward, backward = operators.CPU.forward, operators.CPU.backward
@@ -100,26 +95,3 @@ def shift_unit(p: Problem, biased: bool) -> float:
     """See ``registry.Backend``. The same as ``natural`` in csrc/cpu/tile/masking.h."""
     score = abs(p.scale) if p.score == "dot" else math.log(2)
     return 1.0 if biased else natural_scale(p, score)
-
-
-def multi_head_attention(
-    p: Problem,
-    x: Tensor,
-    in_weight: Tensor,
-    in_bias: Tensor | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    batch_first: bool,
-    mask: Tensor | None,
-    *others: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention between its projections, as in nn.MultiheadAttention: (output like ``x``, weights).
-
-    No dropout or autograd; see ``modules/multihead/inference.py``. ``mask`` broadcasts to
-    [B, H, M, N]: True keeps a pair, and a number is added to its score. ``others`` begin with
-    memory for keys and for values [B, H, room, D]. Then come how many are there, and whether those
-    of ``x`` are added: written behind these, and causal. Then the inputs of keys and of values:
-    None means ``x`` for keys, and the input of keys for values. The last is ``is_causal``.
-    """
-    options = p.H, p.scale, WEIGHTS[p.weights], batch_first, mask, *others
-    return operators.multi_head_attention(x, in_weight, in_bias, out_weight, out_bias, *options)

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from fastattn.problem.schemas import ModuleCall
+
 Shape = Sequence[int]
 PREFIXES = ("", "triton_", "cuda_")
 
@@ -39,36 +41,18 @@ def linear(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
-def multi_head_attention(
-    x: Shape,
-    in_weight: Shape,
-    in_bias: Shape | None,
-    out_weight: Shape,
-    out_bias: Shape | None,
-    num_heads: int,
-    scale: float,
-    weights: int,
-    batch_first: bool,
-    mask: Shape | None = None,
-    keys: Shape | None = None,
-    values: Shape | None = None,
-    past: int = 0,
-    adds: bool = True,
-    key: Shape | None = None,
-    value: Shape | None = None,
-    is_causal: bool = False,
-    **_: Any,
-) -> int:
+def multi_head_attention(*args: Any, out_shape: Any = None, **others: Any) -> int:
     """Two projections around the dot product."""
-    B, M = x[:2] if batch_first else x[1::-1]
-    D = x[2] // num_heads
-    N, projected = past, [x]
-    if adds:
-        N += M if key is None else key[1 if batch_first else 0]
-        projected += [key or x, value or key or x]
-    q, k = (B, num_heads, M, D), (B, num_heads, N, D)
-    packed = sum(linear(y, in_weight) for y in projected) // 3
-    return packed + forward(q, k, k) + linear(x, out_weight)
+    call: Any = ModuleCall(*args, **others)
+    x, H = call.x, call.num_heads
+    B, M = x[:2] if call.batch_first else x[1::-1]
+    N, projected = call.past, [x]
+    if call.adds:
+        N += M if call.key is None else call.key[1 if call.batch_first else 0]
+        projected += [call.key or x, call.value or call.key or x]
+    q, k = (B, H, M, x[2] // H), (B, H, N, x[2] // H)
+    packed = sum(linear(y, call.in_weight) for y in projected) // 3
+    return packed + forward(q, k, k) + linear(x, call.out_weight)
 
 
 def _register() -> None:

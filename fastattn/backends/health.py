@@ -26,7 +26,7 @@ import torch
 
 from fastattn import cache_file
 from fastattn.backends import cuda, operators, triton
-from fastattn.problem import call_cache
+from fastattn.problem import arguments, call_cache
 
 FILE = "health.json"
 DEVICES = ("cuda",)  # the kinds of devices whose backends are checked; eager never is
@@ -65,6 +65,7 @@ _LOCK = threading.Lock()  # held while a check runs
 _local = threading.local()
 
 
+@arguments.traced_as_constant
 def reason(fields: tuple[str, ...], device: torch.device, may_check: bool) -> str | None:
     """Why a backend must not compute such calls on ``device``; None if nothing is known against it.
 
@@ -79,10 +80,6 @@ def reason(fields: tuple[str, ...], device: torch.device, may_check: bool) -> st
     _load(device)
     alike = device, fields[:-1]
     return next((x for (d, c), x in _found.copy().items() if x and (d, c[:-1]) == alike), None)
-
-
-# Like the reasons in _gpu.py: what the machine is cannot be traced.
-reason._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def verdict(check: Check, device: torch.device) -> str | None:
@@ -102,13 +99,11 @@ def warn_once(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=7)
 
 
+@arguments.traced_as_constant
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as checks name it: products of float32 are others where torch allows TF32."""
     fast = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "TF32" if fast else str(dtype).removeprefix("torch.")
-
-
-dtype_name._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def mode() -> str:
@@ -124,6 +119,7 @@ def is_checking() -> bool:
     return getattr(_local, "checking", False)
 
 
+@arguments.traced_as_constant
 def must_wait() -> bool:
     """Whether no check may run now.
 
@@ -132,9 +128,6 @@ def must_wait() -> bool:
     """
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is not None or torch.compiler.is_compiling() or _captures()
-
-
-must_wait._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _captures() -> bool:

@@ -177,55 +177,29 @@ class Operators:
 # ---- attention between its projections, at inference on CPUs ----
 
 
-def _multi_head_attention_fake(
-    x: Tensor,
-    in_weight: Tensor,
-    in_bias: Tensor | None,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    num_heads: int,
-    scale: float,
-    weights: int,
-    batch_first: bool,
-    mask: Tensor | None = None,
-    keys: Tensor | None = None,
-    values: Tensor | None = None,
-    past: int = 0,
-    adds: bool = True,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor]:
-    B, M = x.shape[:2] if batch_first else x.shape[1::-1]
-    N = (0 if keys is None else past) + (M if adds else 0)
-    if key is not None:
-        N = key.shape[1 if batch_first else 0]
-    shape = weights_shape(weights_of(weights), B, num_heads, M, N)
-    return x.new_empty(*x.shape[:2], out_weight.shape[0]), x.new_empty(shape)
-
-
-for _name, _schema in schemas.MULTI_HEAD_ATTENTION.items():
-    _complete(_name, _schema, _multi_head_attention_fake)
-multi_head_attention = torch.ops.fastattn.multi_head_attention.default
+def _multi_head_attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = schemas.ModuleCall(*args)
+    x, first = call.x, call.batch_first
+    B, M = x.shape[:2] if first else x.shape[1::-1]
+    N = (0 if call.keys is None else call.past) + (M if call.adds else 0)
+    if call.key is not None:
+        N = call.key.shape[1 if first else 0]
+    shape = weights_shape(weights_of(call.weights), B, call.num_heads, M, N)
+    return x.new_empty(*x.shape[:2], call.out_weight.shape[0]), x.new_empty(shape)
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-for _name, _schema in schemas.LINEAR.items():
-    _complete(_name, _schema, _linear_fake)
-linear = torch.ops.fastattn.linear.default
+# ---- all others than pairs ----
 
-
-# ---- the CPU kernels ----
-
-for _name, _schema in schemas.CPU_ISA.items():
-    _complete(_name, _schema, None)
+_FAKES = {"multi_head_attention": _multi_head_attention_fake, "linear": _linear_fake}
+for _name, _schema in (schemas.SINGLE | schemas.OF_THE_MACHINE | schemas.CUDA_CHOOSE).items():
+    _complete(_name, _schema, _FAKES.get(_name))
 CPU = Operators("")
-
-for _name, _schema in schemas.CUDA_CHOOSE.items():
-    _complete(_name, _schema, None)
+multi_head_attention = torch.ops.fastattn.multi_head_attention.default
+linear = torch.ops.fastattn.linear.default
 choose_wgmma = torch.ops.fastattn.cuda_choose_wgmma.default
 
 

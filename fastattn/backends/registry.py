@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import cpu, cuda, eager, health, triton, wgmma
-from fastattn.problem import Problem
+from fastattn.problem import Problem, arguments
 from fastattn.problem.record import Grads
 
 
 class Backend(Protocol):
-    """The interface of a module in ``fastattn/backends/``, over ``Problem``'s canonical shapes.
-
-    It may also have ``multi_head_attention``, as ``cpu.py``: ``forward`` between two projections.
-    """
+    """The interface of a module in ``fastattn/backends/``, over ``Problem``'s canonical shapes."""
 
     __name__: str
 
@@ -186,21 +183,16 @@ def may_remember(p: Problem, chosen: str) -> bool:
     return p.device.type not in health.DEVICES or not health.must_wait()
 
 
+@arguments.traced_as_constant
 def _exporting_to_onnx() -> bool:
     """Whether torch.onnx.export is running. torch.onnx is never imported here, as that is slow."""
     return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
-# Like the reasons in _gpu.py: sys.modules cannot be traced.
-_exporting_to_onnx._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
+@arguments.traced_as_constant
 def _is_exporting() -> bool:
     """``torch.compiler.is_exporting``, which dynamo of torch 2.11 takes to be always true."""
     return torch.compiler.is_exporting()
-
-
-_is_exporting._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def select(

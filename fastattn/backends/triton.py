@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import _gpu, operators
-from fastattn.problem import Problem, schemas
+from fastattn.problem import Problem, arguments, schemas
 
 
 def _is_installed() -> bool:
@@ -53,16 +53,13 @@ def version() -> str | None:
     return "unknown" if INSTALLED else None
 
 
+@arguments.traced_as_constant
 def _machine_reasons(device: torch.device) -> list[str]:
     if not INSTALLED:
         return ["Triton is not installed: pip install triton"]
     if device.type == "cpu" and _interpreted():
         return []
     return _gpu.reasons(device)
-
-
-# Like the reasons in _gpu.py: sys.modules cannot be traced.
-_machine_reasons._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _interpreted() -> bool:

@@ -27,13 +27,10 @@ UNCHECKED = "wgmma was not checked on this device yet; calls with backend='auto'
 CHECK = health.Check("cuda", "dot", "float16 and bfloat16", NAME)
 
 
+@arguments.traced_as_constant
 def is_named() -> bool:
     """Whether the user names this path, which the kernels read for themselves."""
     return os.environ.get("FASTATTN_CUDA_PATH") == NAME
-
-
-# Like the reasons in _gpu.py: the environment cannot be traced.
-is_named._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def why_not(p: Problem, tensors: Sequence[Tensor] = ()) -> str | None:
@@ -81,14 +78,13 @@ def odd_strides(tensors: Sequence[Tensor]) -> str:
     return ", ".join([name for name, x in named if not cuda.has_tensor_map(x)])
 
 
+@arguments.traced_as_constant
 def has_capability(device: torch.device) -> bool:
     """Whether a device has such products."""
     return device.type in health.DEVICES and torch.cuda.get_device_capability(device) == CAPABILITY
 
 
-has_capability._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
+@arguments.traced_as_constant
 def is_right(device: torch.device, may_check: bool = False) -> bool:
     """Whether this path was found right on a device. Then the kernels take it wherever they can.
 
@@ -102,9 +98,6 @@ def is_right(device: torch.device, may_check: bool = False) -> bool:
     if right:
         choose(device)
     return right
-
-
-is_right._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def may_run(device: torch.device) -> bool:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastattn.functional import scaled_dot_product_attention
 from fastattn.integrations import intervals
-from fastattn.problem import Mask
+from fastattn.problem import Mask, arguments
 from fastattn.problem.intervals import segments
 
 # What changes the scores, or which keys there are, in ways that fastattn does not compute.
@@ -262,6 +262,7 @@ def mask(
     return ModelMask(**made, shape=shape, device=device) if made else None
 
 
+@arguments.traced_as_constant
 def _attends_itself(module: str, configuration: str) -> bool:
     """Whether ``set_attn_implementation`` refuses the models of a configuration.
 
@@ -270,16 +271,12 @@ def _attends_itself(module: str, configuration: str) -> bool:
     return not getattr(_model(module, configuration), _CAN_SET, lambda: True)()
 
 
+@arguments.traced_as_constant
 def _takes_floats(module: str, configuration: str) -> bool:
     """Whether its models may add the mask, or append to it: BEiT, and those of eager attention."""
     kinds = "_supports_sdpa", "_supports_flex_attn"
     model = _model(module, configuration)
     return module.endswith(".configuration_beit") or not any(getattr(model, x, True) for x in kinds)
-
-
-# As in fastattn/backends/_gpu.py: classes of models do not change.
-_attends_itself._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-_takes_floats._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _model(module: str, configuration: str) -> Any:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def traced_as_constant(function: Function) -> Function:
+    """torch.compile takes the result for a constant: of what cannot be traced, and does not change.
+
+    Like torch.compiler.assume_constant_result, without its import of half a second.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
 
 # ---- numbers and bools, numpy's too: a bool is not a number ----
 
@@ -220,13 +232,10 @@ def is_legacy_batch(x: Tensor | None) -> bool:
 # ---- autocast ----
 
 
+@traced_as_constant
 def has_autocast(device: str) -> bool:
-    """Whether torch has autocast for a kind of device."""
+    """Whether torch has autocast for a kind of device. Compiled, torch 2.11 cannot trace it."""
     return torch.amp.is_autocast_available(device)
-
-
-# Like the reasons in _gpu.py: torch.compile of torch 2.11 cannot trace it.
-has_autocast._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def autocasts(device: str) -> bool:

@@ -62,6 +62,35 @@ class Saved(NamedTuple):
     sink: Tensor | None = None  # that of forward, whose gradient is then a result
 
 
+class ModuleCall(NamedTuple):
+    """The operands of attention and both projections around it, at inference on CPUs.
+
+    A mask broadcasts to [B, H, M, N]: True keeps a pair, and a number is added to its score. Keys
+    and values are memory, [B, H, room, D], that has ``past`` of them. New ones are written behind,
+    and attention is then causal. Without ``adds`` only queries are projected, and nothing is
+    written. Without such memory, keys are made of ``key``, or of ``x``, and values of ``value``, or
+    of the input of keys. With ``is_causal`` query i then sees keys up to i.
+    """
+
+    x: Tensor
+    in_weight: Tensor
+    in_bias: Tensor | None
+    out_weight: Tensor
+    out_bias: Tensor | None
+    num_heads: int
+    scale: float
+    weights: int  # a value of record.WEIGHTS
+    batch_first: bool
+    mask: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    past: int = 0
+    adds: bool = True
+    key: Tensor | None = None
+    value: Tensor | None = None
+    is_causal: bool = False
+
+
 def split_forward(args: tuple) -> tuple[Call, Tensor | None]:
     """The arguments of a forward operator: the operands, and a sink if one is given."""
     n = len(Call._fields)
@@ -130,49 +159,40 @@ def pair(prefix: str) -> dict[str, str]:
     return {f"{prefix}forward": _FORWARD, f"{prefix}backward": _BACKWARD}
 
 
-# Attention and both projections around it, at inference on CPUs. A mask broadcasts to
-# [B, H, M, N]: True keeps a pair, and a number is added to its score. Keys and values are memory,
-# [B, H, room, D], that has ``past`` of them. New ones are written behind, and attention is then
-# causal. Without ``adds`` only queries are projected, and nothing is written. Without such memory,
-# keys are made of ``key``, or of ``x``, and values of ``value``, or of the input of keys. With
-# ``is_causal`` query i then sees keys up to i.
-MULTI_HEAD_ATTENTION = {
-    "multi_head_attention": (
-        "(Tensor x, Tensor in_weight, Tensor? in_bias, Tensor out_weight, Tensor? out_bias, "
-        "int num_heads, float scale, int weights, bool batch_first, "
-        "Tensor? mask=None, "
-        "Tensor(a!)? keys=None, Tensor(b!)? values=None, int past=0, bool adds=True, "
-        "Tensor? key=None, Tensor? value=None, bool is_causal=False) "
-        "-> (Tensor out, Tensor weights)"
-    ),
+_WRITTEN = {"keys": "Tensor(a!)?", "values": "Tensor(b!)?"}
+_MODULE_OPERANDS = ", ".join(
+    f"{_WRITTEN.get(name, kind)} {name}"
+    + (f"={ModuleCall._field_defaults[name]}" if name in ModuleCall._field_defaults else "")
+    for kind, name in _fields(ModuleCall, 0)
+)
+SINGLE = {
+    "multi_head_attention": f"({_MODULE_OPERANDS}) -> (Tensor out, Tensor weights)",
+    # x [T, E] times weight [F, E] transposed, plus bias [F]: [T, F].
+    "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
 }
-# x [T, E] times weight [F, E] transposed, plus bias [F]: [T, F].
-LINEAR = {"linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"}
 # The instruction set of the CPU kernels; those that run here, widest first; and forcing one of them
 # ("auto": the widest that CPUID shows). And from how many multiply-adds on ``linear`` takes less
 # time than F.linear.
-CPU_ISA = {
+OF_THE_MACHINE = {
     "cpu_isa": "() -> str",
     "cpu_isas": "() -> str[]",
     "select_cpu_isa": "(str name) -> bool",
     "linear_from": "(ScalarType dtype) -> (int, int)",
-}
-# The path of a forward pass through the CPU kernels, in words: csrc/binding/path.h. And forcing
-# one, as FASTATTN_CPU_PATH does ("auto": none).
-CPU_PATH = {
+    # The path of a forward pass through the CPU kernels, in words: csrc/binding/path.h. And forcing
+    # one, as FASTATTN_CPU_PATH does ("auto": none).
     "cpu_path": (
         "(int B, int H, int Hkv, int M, int N, int D, bool bf16, bool contiguous_keys, int score, "
         "bool bias, bool keep_by_row, bool dropout, bool weights, int band_lo, int band_hi) -> str"
     ),
     "select_cpu_path": "(str name) -> bool",
+    # A loop of csrc/cpu/entry/limits.cpp, on every thread; returns what they did together.
+    "cpu_loop": "(Tensor memory, int loop, int rounds) -> float",
 }
-# A loop of csrc/cpu/entry/limits.cpp, on every thread. It returns what the threads did together.
-CPU_LOOP = {"cpu_loop": "(Tensor memory, int loop, int rounds) -> float"}
 # Whether a device computes the dot product by products of warpgroups, where it can. The
 # CUDA library implements it, and exported programs do not use it: operators.py defines it.
 CUDA_CHOOSE = {"cuda_choose_wgmma": "(int device, bool chosen) -> ()"}
 # The CUDA library implements cuda_forward and cuda_backward, and comes beside _C.abi3.so.
-COMPILED = pair("") | pair("cuda_") | MULTI_HEAD_ATTENTION | LINEAR | CPU_ISA | CPU_PATH | CPU_LOOP
+COMPILED = pair("") | pair("cuda_") | SINGLE | OF_THE_MACHINE
 # What csrc/binding includes, by file name.
 GENERATED = {
     "schemas.inc": "".join(f'"{name}{schema}",\n' for name, schema in COMPILED.items()),

@@ -39,30 +39,19 @@ def _grid() -> list[Case]:
         Case("causal-wide", causal="top_left", M=40, N=100, lse=True),
         Case("causal-tall", causal="top_left", M=100, N=40, lse=True),
         Case("bottom-right", causal="bottom_right", M=40, N=100),
-        Case(
-            "bottom-right-tall", causal="bottom_right", M=100, N=40, lse=True
-        ),  # the first 60 rows are empty
+        Case("bottom-right-tall", causal="bottom_right", M=100, N=40,
+             lse=True),  # the first 60 rows are empty
         Case("window", window=(5, 3), M=130, N=130),
         Case("window-causal", causal="bottom_right", window=(20, -1), M=70, N=150),
         Case("window-far", window=(2, 2), M=130, N=20, lse=True),
         Case("kv-len", kv_len="batch", N=150, lse=True, weights="mean"),
         Case("kv-len-rows", kv_len="rows", M=70, N=150, lse=True),
         Case("kv-begin", kv_begin="batch", N=150, lse=True, weights="mean"),
-        Case(
-            "intervals",
-            kv_begin="rows",
-            kv_len="rows",
-            M=70,
-            N=140,
-            lse=True,
-            weights="full",
-            bias="hmn",
-            dropout_p=0.2,
-        ),
+        Case("intervals", kv_begin="rows", kv_len="rows", M=70, N=140, lse=True, weights="full",
+             bias="hmn", dropout_p=0.2),
         *[
-            Case(
-                f"documents-{m}", kv_begin="sorted", kv_len="sorted", Hkv=1, M=m, N=2 * m, lse=True
-            )
+            Case(f"documents-{m}", kv_begin="sorted", kv_len="sorted", Hkv=1, M=m, N=2 * m,
+                 lse=True)
             for m in (70, 150)
         ],
         *[Case(f"keep-{x}", keep=x, M=65, N=70) for x in ("bhmn", "mn", "bn", "h", "bm", "")],
@@ -70,64 +59,26 @@ def _grid() -> list[Case]:
         Case("keep-causal", keep="bn", causal="top_left", M=65, N=130),
         Case("keep-sparse", keep="bhmn", keep_rate=0.01, M=130, N=200, lse=True, weights="full"),
         Case("keep-empty-rows", keep="bmn", empty_rows=True, lse=True, weights="mean"),
-        Case(
-            "all-masks",
-            causal="bottom_right",
-            window=(60, -1),
-            kv_len="batch",
-            keep="hn",
-            kv_begin="rows",
-            bias="bmn",
-            M=65,
-            N=130,
-        ),
-    ]
+        Case("all-masks", causal="bottom_right", window=(60, -1), kv_len="batch", keep="hn",
+             kv_begin="rows", bias="bmn", M=65, N=130),
+    ]  # fmt: skip
     biases = [
         *[
             Case(f"bias-{x}", bias=x, M=40, N=70)
             for x in ("bhmn", "hmn", "mn", "bn", "n", "bhm", "h", "")
         ],
-        Case(
-            "bias-inf",
-            bias="bhmn",
-            bias_inf=True,
-            empty_rows=True,
-            M=40,
-            N=70,
-            lse=True,
-            weights="full",
-        ),
-        Case(
-            "garbage-groups",
-            kv_len="batch",
-            bias="hmn",
-            bias_dtype=torch.float32,
-            H=4,
-            Hkv=2,
-            M=33,
-            N=70,
-            dropout_p=0.3,
-            weights="mean",
-            layout="unaligned",
-            mask_layout="bhdm",
-            garbage=math.nan,
-        ),
-        Case(
-            "garbage-few",
-            keep="bhmn",
-            attn_mask="bmn",
-            M=3,
-            N=70,
-            layout="bhdm",
-            mask_layout="sliced",
-            lse=True,
-            garbage=math.inf,
-        ),
+        Case("bias-inf", bias="bhmn", bias_inf=True, empty_rows=True, M=40, N=70, lse=True,
+             weights="full"),
+        Case("garbage-groups", kv_len="batch", bias="hmn", bias_dtype=torch.float32, H=4, Hkv=2,
+             M=33, N=70, dropout_p=0.3, weights="mean", layout="unaligned", mask_layout="bhdm",
+             garbage=math.nan),
+        Case("garbage-few", keep="bhmn", attn_mask="bmn", M=3, N=70, layout="bhdm",
+             mask_layout="sliced", lse=True, garbage=math.inf),
         Case("bias-inf-n", bias="bn", bias_inf=True, N=200),
         Case("bias-no-grad", bias="mn", bias_grad=False),
         Case("bias-large", bias="hmn", M=100, N=300),
         Case("bias-gqa", bias="hmn", H=4, Hkv=2, M=33, N=70),
-    ]
+    ]  # fmt: skip
     lines = [
         Case("alibi", bias="alibi", M=65, N=130, lse=True, weights="full"),
         Case("alibi-causal", bias="alibi-b", causal="bottom_right", bias_offset=200, H=4, Hkv=2,
@@ -181,21 +132,9 @@ def _grid() -> list[Case]:
         for power in (2, 4, 6, 10)
     ]
     both = [
-        *sizes,
-        *dims,
-        *zeros,
-        *layouts,
-        *masks,
-        *biases,
-        *lines,
-        *weights,
-        *dropout,
-        *heads,
-        *caps,
-        *sinks,
-        *large,
-    ]
-    both += plain
+        *sizes, *dims, *zeros, *layouts, *masks, *biases, *lines, *weights, *dropout, *heads, *caps,
+        *sinks, *large, *plain,
+    ]  # fmt: skip
     # Additive sizes are cut where plain PyTorch's M * N * D, not ours, would take the time.
     extremes = [
         Case("huge", magnitude=1e4, M=40, N=70),

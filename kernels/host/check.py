@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def operands(call: schemas.Call) -> None:
-    """Raises ValueError or TypeError where kernels would read out of bounds or misread, or are none."""
+    """Raises ValueError or TypeError where kernels would read out of bounds, or misread."""
     q, k, v, w, bias, kv_len, keep, kv_begin, seed = call[:9]
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError("q, k, v: expected 4 dims")

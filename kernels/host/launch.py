@@ -61,33 +61,14 @@ class Call(schemas.Call):
         origin = self.origin_b, self.origin_h, self.origin_i, self.origin_j
         return dropout_args(self.dropout_p, self.seed, origin)
 
-    @property
-    def B(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def H(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def Hkv(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def M(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def N(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def D(self) -> int:
-        return self.q.shape[3]
-
-    @property
-    def E(self) -> int:
-        return self.v.shape[3]
+    # The letters of DESIGN.md.
+    B = property(lambda self: self.q.shape[0])
+    H = property(lambda self: self.q.shape[1])
+    M = property(lambda self: self.q.shape[2])
+    D = property(lambda self: self.q.shape[3])
+    Hkv = property(lambda self: self.k.shape[1])
+    N = property(lambda self: self.k.shape[2])
+    E = property(lambda self: self.v.shape[3])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

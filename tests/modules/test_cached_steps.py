@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import KVCache, MultiheadAttention, testing
-from fastattn.backends import cpu
+from fastattn.backends import operators
 from fastattn.modules.multihead import inference, inputs
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -323,7 +323,7 @@ def test_a_step_that_raises_leaves_the_cache_as_it_was(monkeypatch):
     def fail(*args):
         raise MemoryError
 
-    monkeypatch.setattr(cpu, "multi_head_attention", fail)
+    monkeypatch.setattr(operators, "multi_head_attention", fail)
     fastattn.problem.call_cache.forget()
     with pytest.raises(MemoryError):
         module(x, x, x, cache=cache)

@@ -230,15 +230,17 @@ def test_errors(tensors):
     *_, state = module(queries[:, 0], keys, values)
     with pytest.raises(ValueError, match="keys and values: expected the same length, got 5 and "):
         module(queries[:, 0], keys[:, :5], values)
-    with pytest.raises(ValueError, match=r"state.previous: expected \(B, N\) = \[3, 5\]"):
+    with pytest.raises(ValueError, match=r"state\.previous: expected \(B, N\) = \[3, 5\]"):
         module(queries[:, 0], keys[:, :5], values[:, :5], state=state)
-    with pytest.raises(ValueError, match=r"state.previous: expected \(B, N\)"):
+    with pytest.raises(ValueError, match=r"state\.previous: expected \(B, N\)"):
         module(queries[:, 0], keys, values, state=state._replace(previous=state.previous[:1]))
-    with pytest.raises(ValueError, match=r"state.cumulative: expected .* on cpu .* on meta"):
+    with pytest.raises(ValueError, match=r"state\.cumulative: expected .* on cpu .* on meta"):
         module(queries[:, 0], keys, values, state=state._replace(cumulative=state[1].to("meta")))
-    with pytest.raises(TypeError, match="state.previous: expected a Tensor, got list"):
+    with pytest.raises(TypeError, match="expected a Tensor, got list"):
         module(queries[:, 0], keys, values, state=state._replace(previous=[1]))
-    with pytest.raises(TypeError, match=r"state.previous: expected a floating-point.* x.float\(\)"):
+    with pytest.raises(
+        TypeError, match=r"state\.previous: expected a floating-point.* write x\.float"
+    ):
         module(queries[:, 0], keys, values, state=state._replace(previous=state[0].long()))
     with pytest.raises(TypeError, match="state: expected an AlignmentState, got Tensor"):
         module(queries[:, 0], keys, values, state=state.previous)

@@ -19,7 +19,8 @@ from fastattn.backends import operators, registry
 from fastattn.modules.linear import PLAIN, is_direct, is_only_linear
 from fastattn.modules.multihead import kv_cache, masks, projection
 from fastattn.modules.multihead.kv_cache import KVCache
-from fastattn.problem import call_cache, validate
+from fastattn.problem import Problem, call_cache, validate
+from fastattn.problem.record import WEIGHTS
 
 
 def attend(
@@ -52,9 +53,10 @@ def attend(
         return None
     if not _fits(module, x, *others):
         return None
-    operator, p = _operator(module, x, ("mean" if average else "full") if need_weights else None)
-    if operator is None:
+    p = _record(module, x, ("mean" if average else "full") if need_weights else None)
+    if p is None:
         return None
+    operator = operators.multi_head_attention
     batch, length = (0, 1) if module.batch_first else (1, 0)
     B, M = x.shape[batch], x.shape[length]
     mask, causal = None, False
@@ -65,7 +67,7 @@ def attend(
         mask = _mask(padding, pairs, x, (B, p.H, M, past + added), causal)
         if mask is NotImplemented:
             return None
-    args = (p, x, *parameters, module.batch_first, mask)
+    args = (x, *parameters, p.H, p.scale, WEIGHTS[p.weights], module.batch_first, mask)
     if others or causal:
         of_keys, of_values = None if key is x else key, None if value is key else value
         found = operator(*args, None, None, 0, True, of_keys, of_values, causal)
@@ -165,20 +167,14 @@ def _fits(module: nn.MultiheadAttention, x: Tensor, *others: Tensor) -> bool:
     return not others or others[0].shape == others[1].shape
 
 
-def _operator(
-    module: nn.MultiheadAttention, x: Tensor, return_weights: str | None
-) -> tuple[Any, Any]:
-    """The chosen backend's operator for all of ``module``, or None, and a record.
-
-    The record is that of self-attention with the lengths of any call: they change no choice.
-    """
+def _record(module: nn.MultiheadAttention, x: Tensor, return_weights: str | None) -> Problem | None:
+    """That of self-attention of any lengths, which change no choice; None for other backends."""
     E, H = module.embed_dim, module.num_heads
     call = x.dtype, E, H, return_weights
     found = call_cache.look_up(call)
     if found is None:
         heads = projection.split_heads(x, H, module.batch_first)  # q, k and v have its shape
         p = validate.build("dot", heads, heads, heads, return_weights=return_weights).p
-        backend = registry.get(registry.select(p))
-        found = getattr(backend, "multi_head_attention", None), p
+        found = registry.select(p) == "cpu" and p
         call_cache.keep(call, found)
-    return found
+    return found or None
