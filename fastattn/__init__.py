@@ -1,4 +1,4 @@
-"""fastattn: fused attention for PyTorch, scaled dot-product and additive."""
+"""fastattn: fused attention for PyTorch. Scores: scaled dot product, additive, gaussian, cosine."""
 
 import importlib
 from typing import Any

@@ -10,8 +10,8 @@ problem. ``csrc/binding/direct.h`` does all three in C, for calls without a log-
 Calls of the dot product have one plan for all M, N and strides, in training too. The first of them
 makes it: a decoder, whose keys grow, never comes back to a length. Masks and biases of two dims or
 more, and limits of samples, may be there, and dropout, for which each call draws a seed. A
-``Mask(causal=...)`` has a plan for each length.
-Tensors of any dims become views of four, as ``validate.to_4d`` makes them: ``four_dims.h``.
+``Mask(causal=...)`` has a plan for each length. Tensors of any dims become views of four, as
+``validate.to_4d`` makes them: ``four_dims.h``.
 
 Plans stand in the table of known calls, and keep no tensor. A plan is used only where nothing of
 PyTorch's could tell: no transform, mode, trace, hook of saved tensors or profiler. Under autocast

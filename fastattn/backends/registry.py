@@ -230,9 +230,8 @@ def faster_forward(p: Problem, backend: str, chosen: str, bias: bool = False) ->
     """The backend that takes calls from the ``chosen`` one; None if none does.
 
     On Hopper that is cuda's path of warpgroups, where it is right and no mask is known to cut every
-    tile.
-    Everywhere it is cuda's additive score of few queries. ``takes`` says which calls. Gradients
-    come from the backend of the forward pass.
+    tile. Everywhere it is cuda's additive score of few queries. ``takes`` says which calls.
+    Gradients come from the backend of the forward pass.
     """
     if p.device.type not in health.DEVICES or backend != "auto" or chosen != "triton":
         return None

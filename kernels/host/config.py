@@ -12,8 +12,8 @@ the kind of the problem:
 Nothing is measured here and nothing runs at import. What ``fastattn.autotune`` has measured on this
 machine goes first (tuned.py). A row is the largest tile that fits: registers without a spill, and
 shared memory within the device. tests/triton/test_aot.py compiles every row to check both. Larger
-tiles are better because each loaded key element takes part in BLOCK_M products (forward). No rows
-were compared by time on a GPU. Those of kind single were timed on one, but not tested.
+tiles are better because each loaded key element takes part in BLOCK_M products (forward). Only
+rows of kind single were compared by time on a GPU, where their tests did not run.
 """
 
 from __future__ import annotations

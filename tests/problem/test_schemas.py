@@ -49,9 +49,9 @@ def sources() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in found}
 
 
-def listing(names: tuple[str, ...], apart: int = 60) -> set[str]:
+def listing(names: tuple[str, ...]) -> set[str]:
     """The sources in which these names follow each other."""
-    between = rf"\b.{{1,{apart}}}?\b"
+    between = r"\b.{1,60}?\b"
     pattern = re.compile(rf"\b{between.join(names)}\b", re.DOTALL)
     return {path for path, text in sources().items() if pattern.search(text)}
 

@@ -137,11 +137,6 @@ template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes, CUDA_ON_CPU_HERE) {
   return from_bits<T>(exchange(mask, to_bits(value), lane() ^ lanes, here));
 }
-template <typename T>
-T __shfl_down_sync(unsigned mask, T value, int lanes, CUDA_ON_CPU_HERE) {
-  const int source = lane() + lanes < 32 ? lane() + lanes : lane();
-  return from_bits<T>(exchange(mask, to_bits(value), source, here));
-}
 inline unsigned __ballot_sync(unsigned mask, int value, CUDA_ON_CPU_HERE) {
   return ballot(mask, value != 0, here);
 }
