@@ -212,15 +212,16 @@ def _time(
 
 def _add_memory(rows: list[Row], setting: Setting, deadline: float, say: Say) -> None:
     """Memory of ours, of the best peer, and of the plain way that the peer may have compiled."""
-    asked, requests = [], []
+    asked: list[tuple[Row, str]] = []
     for row in rows:
         names = dict.fromkeys((OURS, row.best_peer, *PLAIN))
-        for name in (n for n in names if n in row.timings):
-            asked.append(row)
-            of = dict(case=row.case, direction=row.direction, name=name)
-            requests.append({**of, "backend": setting.backend, "tiny": setting.tiny})
-    for row, (request, answer) in zip(asked, memory.measure(requests, deadline), strict=True):
-        name = request["name"]
+        asked += [(row, name) for name in names if name in row.timings]
+    # Ours of all rows first. Compilers come last, since they may take all the time that is left.
+    asked.sort(key=lambda x: (x[1] in peers.NEED_COMPILER, x[1] != OURS))
+    of = {"backend": setting.backend, "tiny": setting.tiny}
+    requests = [dict(case=x.case, direction=x.direction, name=name, **of) for x, name in asked]
+    measured = memory.measure(requests, deadline)
+    for (row, name), (_, answer) in zip(asked, measured, strict=True):
         say(f"{row.case} {row.direction}: memory of {name}", int(name == OURS))
         if isinstance(answer, int):
             row.memory[name] = answer

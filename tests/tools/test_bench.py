@@ -285,6 +285,29 @@ def test_what_compiles_is_timed_first_and_reported_in_its_place(monkeypatch):
     assert kept[1] == ["blocks", "additive-small"]
 
 
+def test_memory_of_ours_comes_first_and_that_of_compilers_last(monkeypatch):
+    from bench import cases, measure, suite
+
+    asked = []
+
+    def measured(requests, deadline):
+        for request in requests:
+            asked.append((request["case"], request["name"]))
+            yield request, 8 if len(asked) <= 3 else measure.NO_TIME
+
+    rows = [suite._new_row(cases.named(x), "cpu", cases.FORWARD, 1) for x in ("dense", "blocks")]
+    for row, peer in zip(rows, ("eager", "torch.compile"), strict=True):
+        row.timings = dict.fromkeys((peer, suite.OURS), measure.Timing([1.0]))
+    monkeypatch.setattr(suite.memory, "measure", measured)
+    setting = suite.Setting("cpu", "cpu", tiny=True, compile=True)
+    suite._add_memory(rows, setting, 0.0, lambda doing, done: None)
+    ours = [(row.case, suite.OURS) for row in rows]
+    assert asked == [*ours, ("dense", "eager"), ("blocks", "torch.compile")]
+    assert rows[0].memory == {"eager": 8, suite.OURS: 8}
+    assert rows[1].memory == {suite.OURS: 8}
+    assert rows[1].skipped == {"torch.compile (memory)": measure.NO_TIME}
+
+
 def test_kept_pairs_are_what_the_names_say():
     from bench import cases
 
