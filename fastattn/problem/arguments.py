@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 def traced_as_constant(function: Function) -> Function:
-    """torch.compile takes the result for a constant: of what cannot be traced, and does not change.
+    """torch.compile takes the result for a constant. For what cannot be traced and does not change.
 
     Like torch.compiler.assume_constant_result, without its import of half a second.
     """

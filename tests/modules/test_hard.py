@@ -230,3 +230,11 @@ def test_tools(tensors):
     )
     with pytest.raises(ValueError, match="one of dot"):
         HardAttention(DQ, method="hard")
+
+
+def test_what_is_no_tensor(module, tensors):
+    queries, keys, values = tensors
+    with pytest.raises(TypeError, match="values: expected a Tensor, got ndarray"):
+        module(queries, keys, values.numpy())
+    with pytest.raises(TypeError, match="keys: expected a Tensor, got ndarray"):
+        module(queries, keys.numpy())

@@ -33,7 +33,7 @@ struct Path {
   bool values_in_place;        // forward: values are read where they lie
   bool values_by_row;          // forward: each row sums its values in short chains
   int64_t chunk_keys, chunks;  // keys of a head that a task takes
-  double parallel_work;        // a sweep with more of it uses other threads
+  double parallel_work;        // a sweep with more work uses other threads
 };
 
 }  // namespace fastattn

@@ -32,7 +32,7 @@ struct PassArgs {
 };
 
 // Visiting a row of keys or queries takes as long as its products with about so many others.
-// Measured on Zen 3 alone; results do not depend on it (0003).
+// Measured on Zen 3 alone; results do not depend on it (0003, 0006).
 constexpr int64_t kVisit = 8;
 
 // What a pass does, in multiply-adds: `a_pair` for each pair (i, j), and a visit of each row.

@@ -168,7 +168,7 @@ def _fits(module: nn.MultiheadAttention, x: Tensor, *others: Tensor) -> bool:
 
 
 def _record(module: nn.MultiheadAttention, x: Tensor, return_weights: str | None) -> Problem | None:
-    """That of self-attention of any lengths, which change no choice; None for other backends."""
+    """The record of self-attention, whose lengths change no choice; None for other backends."""
     E, H = module.embed_dim, module.num_heads
     call = x.dtype, E, H, return_weights
     found = call_cache.look_up(call)
