@@ -233,6 +233,8 @@ def test_keys_and_values_that_do_not_fit(tensors, alignment):
             module(queries, less, values)
     with pytest.raises(ValueError, match="values: expected the batch of queries"):
         module(queries, keys, values[:1])
+    with pytest.raises(ValueError, match=rf"keys: expected 8 features, got \[{B}, {N}, 5\]"):
+        module(queries, keys[..., :5], values)
     with pytest.raises(ValueError, match="keys and values: expected the same length"):
         module(queries, keys, values[:, :5])
     with pytest.raises(ValueError, match="values: expected 3 dims"):

@@ -127,6 +127,8 @@ def test_errors(tensors):
         module_for("general")(queries[0, 0], keys, values)
     with pytest.raises(ValueError, match="keys: expected 8 features, got"):
         module(queries, keys[..., :4], values)
+    with pytest.raises(ValueError, match=r"queries: expected 8 features, got \[3, 5, 4\]"):
+        module_for("dot")(queries[..., :4], keys, values)
     with pytest.raises(ValueError, match="same length"):
         module(queries, keys[:, :4], values)
     with pytest.raises(TypeError, match="dtype of query"):

@@ -77,14 +77,17 @@ class Alignment(nn.Module):
     def project_queries(self, queries: Tensor) -> Tensor:
         """(B, M, query_dim) to (B, M, features)."""
         if self.method == "dot":
+            single_head.check_features("queries", queries, self.features)
             return queries
         layer = self.W_a if self.method == "general" else self.W_q
         return single_head.project("queries", queries, layer)
 
     def project_keys(self, keys: Tensor) -> Tensor:
         """(B, N, key_dim) to (B, N, features). Unless ``concat``, these are the keys themselves."""
-        single_head.check_tensors(keys=keys)
-        return single_head.project("keys", keys, self.W_k) if self.method == "concat" else keys
+        if self.method == "concat":
+            return single_head.project("keys", keys, self.W_k)
+        single_head.check_features("keys", keys, self.features)
+        return keys
 
     def attend(
         self,
