@@ -192,7 +192,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-# ---- all others than pairs ----
+# ---- the operators that are no pair of passes ----
 
 _FAKES = {"multi_head_attention": _multi_head_attention_fake, "linear": _linear_fake}
 for _name, _schema in (schemas.SINGLE | schemas.OF_THE_MACHINE | schemas.CUDA_CHOOSE).items():

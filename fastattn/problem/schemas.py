@@ -165,6 +165,7 @@ _MODULE_OPERANDS = ", ".join(
     + (f"={ModuleCall._field_defaults[name]}" if name in ModuleCall._field_defaults else "")
     for kind, name in _fields(ModuleCall, 0)
 )
+# Operators without a backward pass.
 SINGLE = {
     "multi_head_attention": f"({_MODULE_OPERANDS}) -> (Tensor out, Tensor weights)",
     # x [T, E] times weight [F, E] transposed, plus bias [F]: [T, F].

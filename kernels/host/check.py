@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.problem import relative, schemas
+from fastattn.problem import relative, schemas, validate
 from fastattn.problem.record import score_of, weights_of, weights_shape
 
 from .config import HEAD_SIZES
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = tuple(dtype for dtype in validate.DTYPES if dtype != torch.float64)
 
 
 def operands(call: schemas.Call) -> None:

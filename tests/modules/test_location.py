@@ -236,7 +236,7 @@ def test_errors(tensors):
         module(queries[:, 0], keys, values, state=state._replace(previous=state.previous[:1]))
     with pytest.raises(ValueError, match=r"state\.cumulative: expected .* on cpu .* on meta"):
         module(queries[:, 0], keys, values, state=state._replace(cumulative=state[1].to("meta")))
-    with pytest.raises(TypeError, match="expected a Tensor, got list"):
+    with pytest.raises(TypeError, match=r"state\.previous: expected a Tensor, got list"):
         module(queries[:, 0], keys, values, state=state._replace(previous=[1]))
     with pytest.raises(
         TypeError, match=r"state\.previous: expected a floating-point.* write x\.float"
