@@ -143,7 +143,7 @@ def test_features_that_no_score_reads():
     x = torch.randn(2, 3, 6)
     module = LocalAttention(D)
     with pytest.raises(ValueError, match=r"queries: expected 8 features, got \[2, 3, 6\]"):
-        module(x, x)
+        module(x, torch.randn(2, 3, D))
     module = LuongAttention(D)
     with pytest.raises(ValueError, match=r"values and queries: expected 16 features, got .*14\]"):
         module(torch.randn(2, 3, D), torch.randn(2, 3, D), x)
