@@ -216,19 +216,6 @@ def test_an_interrupted_run_is_as_good_as_what_ran(failed, conftest, monkeypatch
     assert session.exitstatus == min(failed, 1)
 
 
-def test_tests_of_a_gpu_run_without_one():
-    """A few of them, in the simulator and the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-p", "as_gpu", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "tests/contract/test_grid.py", "-k", "M63-N15"], cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-                          "FASTATTN_TEST_SECONDS": "inf"},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "6 passed, 2 skipped" in done.stdout  # the dot product of cuda is of half types
-
-
 # ---- the driver ----
 
 
