@@ -212,25 +212,18 @@ def gradients(
     own: tuple[Tensor | None, ...],
     saved: tuple[Tensor | None, ...],
     upstream: tuple[Tensor | None, ...],
-) -> list[Any]:
+) -> tuple[Any, ...]:
     """Those of (q, k, v, w, bias, sink), differentiable where that may be needed.
 
+    The gradients of w and of a sink are of every sample, ``[B, ...]``. Autograd adds them up where
+    samples share the tensor, as it does for any input that broadcast, and then casts the sum.
     ``own`` are the tensors of the record, which ``p`` lacks. ``saved`` are ``_SAVED``, and
     ``upstream`` are ``_UPSTREAM``.
     """
     tensors = (*inputs, *own, *saved, *upstream)
     function = either(AttentionBackwardFunction, BackwardForwardMode)
     compute = function.apply if needs_autograd(*tensors) else function.forward
-    grads = list(compute(backend, p, bias_needs_grad, *tensors))
-    for n in _OF_HEADS:
-        if (grad := grads[n]) is not None:
-            grads[n] = of_heads(grad, inputs[n])
-    return grads
-
-
-def of_heads(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x from those of samples, which may share it."""
-    return grad.sum(0) if x.dim() < grad.dim() else grad  # autograd casts it
+    return compute(backend, p, bias_needs_grad, *tensors)
 
 
 class AttentionBackwardFunction(torch.autograd.Function):

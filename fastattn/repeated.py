@@ -42,8 +42,7 @@ class Repeated(torch.autograd.Function):
         given = ctx.needs_input_grad, saved, grad_out, grad_weights
         grads = direct.backward(ctx.trained, given)
         if type(grads) is tuple:
-            has_sums = ctx.trained.has_weight or ctx.trained.sink is not None
-            return _summed(ctx.trained, grads, saved) if has_sums else grads
+            return grads
         ordinary = _gradients(ctx.trained, *given)
         if grads is direct.UNKNOWN:
             direct.remember_backward(ctx.trained, given, ordinary)
@@ -54,18 +53,6 @@ class Repeated(torch.autograd.Function):
 # to look takes 5% of a call of one query.
 _base: Any = super(torch.autograd.Function, Repeated)
 attend: Callable[..., Any] = _base.apply
-
-
-def _summed(trained: Trained, grads: tuple, tensors: tuple[Tensor, ...]) -> tuple:
-    """The same with the gradients of a weight and of a sink, which samples share."""
-    summed = list(grads)
-    if trained.has_weight:
-        weight = tensors[3]
-        grad = autograd.of_heads(grads[4], weight if weight.dim() > 1 else weight[None])
-        summed[4] = grad.reshape(weight.shape)
-    if (n := trained.sink) is not None:
-        summed[1 + n] = autograd.of_heads(grads[1 + n], tensors[n])
-    return tuple(summed)
 
 
 def _gradients(
@@ -93,8 +80,10 @@ def _gradients(
     results = (out, stats), (grad_out, None, grad_weights)
     found = autograd.gradients(known.backend, bare, wanted, (*inputs, bias, sink), own, *results)
     grads: list[Tensor | None] = [None] * (1 + len(tensors))
-    places = 0, 1, 2, 3 if trained.has_weight else None, place if wanted else None, trained.sink
+    weight = 3 if trained.has_weight else None
+    places = 0, 1, 2, weight, place if wanted else None, trained.sink
     for n, grad in zip(places, found, strict=True):
         if n is not None:
-            grads[1 + n] = grad.reshape(tensors[n].shape)
+            of_samples = n in (weight, trained.sink)  # see autograd.gradients
+            grads[1 + n] = grad if of_samples else grad.reshape(tensors[n].shape)
     return tuple(grads)
