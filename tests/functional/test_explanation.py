@@ -35,13 +35,14 @@ def test_calls_are_told_in_order_by_the_names_of_their_modules(transformer, x):
     assert [name for name, _ in found.calls] == [SELF, "decoder.layers.0.self_attn", CROSS]
     assert "M=3 N=5" in found.calls[2][1].title
     assert found.torch == {}
-    assert str(found).startswith("Transformer: 3 by fastattn, 0 by torch\n")
+    assert str(found).startswith(f"Transformer: 3 by fastattn, 0 by torch\n  {SELF}  ")
 
 
 def test_what_torch_computes_is_told_with_the_reason(transformer, x):
     found = fastattn.explain(transformer, x, x)
     assert found.calls == ()
     assert all("replace_attention" in reason for reason in found.torch.values())
+    assert f"\n  {CROSS}  torch: " in str(found)
     assert set(found.torch) == {SELF, "decoder.layers.0.self_attn", CROSS}
 
 

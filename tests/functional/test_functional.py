@@ -117,6 +117,12 @@ def test_autocast_takes_half_biases(backend, name, score, dtype):
         fastattn.attention(**call, score=score, backend=backend, **option(given))
 
 
+def test_a_device_without_autocast_under_that_of_another():
+    x = torch.empty(1, 1, 2, D, device="meta")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert scaled_dot_product_attention(x, x, x, backend="eager").dtype == torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_two_half_biases_are_added_in_float32(backend, dtype):
     """Their sum in float16 may be -inf, which masks."""

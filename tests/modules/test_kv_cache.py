@@ -109,14 +109,16 @@ class TestGrowing:
                 past = end
         torch.testing.assert_close(torch.cat(outs, time(module)), expected)
 
-    def test_unbatched(self, module):
-        x = torch.randn(N, E)
-        cache = KVCache()
-        with torch.no_grad():
-            outs = [module(t, t, t, cache=cache)[0] for t in x.split(1)]
-        assert outs[0].shape == (1, E)
-        expected = module(x, x, x, attn_mask=causal())[0]
-        torch.testing.assert_close(torch.cat(outs), expected.detach())
+    @pytest.mark.parametrize("batched", [False, True])
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_one_sample(self, module, batched, grad):
+        x, dim, cache = torch.randn(N, E), 0, KVCache()
+        if batched:
+            x, dim = x.unsqueeze(1 - time(module)), time(module)
+        with torch.set_grad_enabled(grad):
+            outs = [module(t, t, t, cache=cache)[0] for t in x.split([4, 1, 4], dim)]
+            expected, _ = module(x, x, x, attn_mask=causal())
+        torch.testing.assert_close(torch.cat(outs, dim), expected)
 
     def test_other_modules(self):
         """Separate projections, and the additive score."""

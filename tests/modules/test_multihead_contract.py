@@ -95,6 +95,13 @@ class TestDelegation:
         ):
             module.train(training)(nested, nested, nested, need_weights=False)
 
+    @pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+    def test_nested_input_beside_a_mask(self, module, x, name):
+        nested = torch.nested.nested_tensor([x[0], x[1, :3]])
+        masks = {name: torch.zeros(2 if name == "key_padding_mask" else 5, 5).bool()}
+        with torch.no_grad(), pytest.raises(AssertionError, match="does not support NestedTensor"):
+            module.eval()(nested, nested, nested, need_weights=False, **masks)
+
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_nested_input_with_weights_or_the_causal_hint(self, module, x, calls, is_causal):
         nested = torch.nested.nested_tensor([x[0], x[1, :3]])

@@ -29,16 +29,18 @@ def as_numbers(mask):
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("padding", KINDS)
 @pytest.mark.parametrize("pairs", KINDS)
-def test_beside_other_masks(pairs, padding, biased):
+def test_beside_other_masks(pairs, padding, biased, dense):
     kind = MultiheadAdditiveAttention if biased else MultiheadAttention
     module, (query, key) = kind(E, H, batch_first=True), inputs()
-    keep = torch.rand(B, M, N) < 0.8
-    mask = Mask(window=(2, 3), kv_len=LENGTHS)
-    kept = mask.to_dense(M, N, B, H) & keep[:, None]
-    mask = dataclasses.replace(mask, keep=keep)
+    mask = Mask(causal="bottom_right", window=(2, 3), kv_len=LENGTHS)
+    kept = mask.to_dense(M, N, B, H)
+    if dense:
+        keep = torch.rand(B, M, N) < 0.8
+        kept, mask = kept & keep[:, None], dataclasses.replace(mask, keep=keep)
     attn_mask, own = KINDS[pairs](torch.randn(M, N)), KINDS[padding](torch.randn(B, N))
     added = torch.zeros(M, N) if attn_mask is None else as_numbers(attn_mask)
     added = added.expand(B, H, M, N).masked_fill(~kept, -torch.inf).flatten(0, 1)
