@@ -15,13 +15,13 @@ from fastattn import (
 
 D, N = 8, 5
 MODULES = {
-    "additive": lambda: AdditiveAttention(D, D, 4),
-    "location": lambda: LocationSensitiveAttention(D, D, 4, filters=3, kernel_size=3),
-    "luong-general": lambda: LuongAttention(D, method="general"),
-    "luong-concat": lambda: LuongAttention(D, method="concat"),
-    "hard": lambda: HardAttention(D).eval(),
-    "local": lambda: LocalAttention(D, method="concat", window=2),
-    "self": lambda: SelfAttention(D, 2),
+    "additive": lambda **o: AdditiveAttention(D, D, 4, **o),
+    "location": lambda **o: LocationSensitiveAttention(D, D, 4, filters=3, kernel_size=3, **o),
+    "luong-general": lambda **o: LuongAttention(D, method="general", **o),
+    "luong-concat": lambda **o: LuongAttention(D, method="concat", **o),
+    "hard": lambda **o: HardAttention(D, **o).eval(),
+    "local": lambda **o: LocalAttention(D, method="concat", window=2, **o),
+    "self": lambda **o: SelfAttention(D, 2, **o),
 }
 CONCAT = [name for name in MODULES if name not in ("luong-general", "self")]
 
@@ -124,6 +124,12 @@ SIZES = {
     "luong": (LuongAttention, dict(query_dim=D, key_dim=D, hidden_dim=D, value_dim=D)),
     "hard": (HardAttention, dict(query_dim=D, key_dim=D, hidden_dim=D)),
 }
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_parameter_is_where_and_what_the_caller_says(name):
+    module = MODULES[name](device="meta", dtype=torch.float64)
+    assert {(x.device.type, x.dtype) for x in module.parameters()} == {("meta", torch.float64)}
 
 
 @pytest.mark.parametrize("name", SIZES)
