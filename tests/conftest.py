@@ -78,8 +78,8 @@ def _by_compile_time(item) -> int:
 # backend. A grid repeats the same code, and what is not of a grid is tested nowhere else.
 LONGEST = (
     "/test_aot", "triton/test_sdpa", "triton/test_shared", "triton/test_additive", "/test_cuda_",
-    "/test_compile", "tests/examples/", "/test_bench", "tests/triton/", "tests/cuda/",
-    "tests/distributed/", "tests/cpu/", "tests/contract/",
+    "/test_compile", "tests/examples/", "/test_bench", "tests/triton/", "/test_as_gpu",
+    "tests/cuda/", "tests/distributed/", "tests/cpu/", "tests/contract/",
 )  # fmt: skip
 
 
