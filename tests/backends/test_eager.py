@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastattn import Mask, blocks, testing
+from fastattn import Mask, additive_attention, blocks, testing
 from fastattn import scaled_dot_product_attention as sdpa
 from fastattn.backends import eager
 from fastattn.problem import Problem, reference
@@ -30,6 +30,23 @@ def test_case(case, largest):
     numbers = (1, 200, 2000)[case.seed % 3]
     largest(numbers * (1 if case.score == "dot" else case.D))
     testing.check(case, "eager")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_over_blocks_are_wide(largest, dtype):
+    """One row is a block: 2000 numbers add up to each gradient but that of the queries."""
+    shapes = (1, 2000, 4), (1, 3, 4), (1, 3, 4), (4,), (1,)
+    given, upstream = [torch.randn(s).to(dtype) for s in shapes], torch.randn(1, 2000, 4).to(dtype)
+
+    def gradients(as_dtype):
+        *tensors, sink = (x.to(as_dtype).requires_grad_() for x in given)
+        out = additive_attention(*tensors, sink=sink, backend="eager")
+        return torch.autograd.grad(out, (*tensors, sink), upstream.to(as_dtype))
+
+    whole, exact = gradients(dtype), gradients(torch.float64)
+    largest(1)
+    for found in zip(gradients(dtype), whole, exact, strict=True):
+        testing.assert_within_budget(*found)
 
 
 def problem(**sizes) -> Problem:
