@@ -70,7 +70,8 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_blocks_have_every_kept_pair_once(mask, numbers, monkeypatch):
     monkeypatch.setattr(blocks, "_ROWS", 7)
-    for sizes in ({}, dict(Hkv=4), dict(Hkv=1, weights="mean"), dict(M=1), dict(N=1)):
+    others = dict(Hkv=4), dict(Hkv=1, weights="mean"), dict(M=1), dict(N=1), dict(H=8, M=4)
+    for sizes in ({}, *others):
         p = problem(mask=MASKS[mask], **sizes)
         visits = torch.zeros(p.B, p.H, p.M, p.N)
         for cut in blocks.by_rows(p, numbers):
