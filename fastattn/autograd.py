@@ -215,8 +215,9 @@ def gradients(
 ) -> tuple[Any, ...]:
     """Those of (q, k, v, w, bias, sink), differentiable where that may be needed.
 
-    The gradients of w and of a sink are of every sample, ``[B, ...]``. Autograd adds them up where
-    samples share the tensor, as it does for any input that broadcast, and then casts the sum.
+    The gradients of w and of a sink have a row for every sample. Where samples share the tensor,
+    autograd adds up the rows, as for all inputs that broadcast. Then it casts the sum.
+
     ``own`` are the tensors of the record, which ``p`` lacks. ``saved`` are ``_SAVED``, and
     ``upstream`` are ``_UPSTREAM``.
     """

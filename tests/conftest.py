@@ -73,9 +73,9 @@ def _by_compile_time(item) -> int:
 
 
 # What takes longest comes first: a long file at the end would run alone. With a time limit it comes
-# last. Parts of paths: ahead-of-time compilation, grids in the interpreter and the simulator,
-# Inductor, whole programs, what else is interpreted or simulated, several processes, grids of every
-# backend. A grid repeats the same code, and what is not of a grid is tested nowhere else.
+# last: most code is tested once before grids test it many times. Parts of paths: ahead-of-time
+# compilation, grids in the interpreter and the simulator, Inductor, whole programs, what else is
+# interpreted or simulated, several processes, the paths of the CPU kernels, grids of every backend.
 LONGEST = (
     "/test_aot", "triton/test_sdpa", "triton/test_shared", "triton/test_additive", "/test_cuda_",
     "/test_compile", "tests/examples/", "/test_bench", "tests/triton/", "/test_as_gpu",

@@ -181,10 +181,11 @@ def test_compiled_kernels_come_first_and_plain_problems_next(conftest, chosen, m
 def test_without_a_gpu_the_quickest_come_first(conftest, chosen, monkeypatch):
     monkeypatch.setattr(conftest, "SECONDS", 10.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    items = [Item("eager", name) for name in ("dropout", "causal", "M1-N1")]
+    items = [Item("eager", name) for name in ("dropout", "causal", "M1-N1", "bias-hmn")]
     items[0].path = Path("tests/triton/test_shared.py")
     items[1].path = Path("tests/triton/test_masking.py")
-    assert chosen(items)[0] == ["eager-M1-N1", "eager-causal", "eager-dropout"]
+    items[3].path = Path("tests/modules/test_layers.py")
+    assert chosen(items)[0] == ["eager-bias-hmn", "eager-M1-N1", "eager-causal", "eager-dropout"]
 
 
 def test_what_needs_a_device_that_is_missing_is_counted(conftest, chosen, monkeypatch):
