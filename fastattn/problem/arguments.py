@@ -368,7 +368,7 @@ def dtype_hint(name: str, got: torch.dtype, expected: Sequence[torch.dtype]) -> 
     name = name.rpartition(".")[2]
     if torch.bool in expected and not (got.is_floating_point or got.is_complex):
         return f": write {name}.bool(), True keeps"
-    if torch.int64 in expected and got in (torch.uint16, torch.uint32, torch.uint64):
+    if torch.int64 in expected and got != torch.bool:
         return ": write x.long()"
     if torch.bool in expected and torch.float32 not in expected:
         return ": a float mask goes to attn_mask or bias"

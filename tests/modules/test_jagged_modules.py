@@ -334,6 +334,7 @@ GAPS = torch.nested.nested_tensor_from_jagged(
     torch.randn(9, DIM), torch.tensor([0, 4, 9]), torch.tensor([2, 3])
 )
 MULTIHEAD = fastattn.MultiheadAttention(DIM, 2, batch_first=True)
+APPENDED = fastattn.MultiheadAttention(DIM, 2, batch_first=True, add_zero_attn=True)
 LUONG = fastattn.LuongAttention(DIM)
 KERNEL = fastattn.NadarayaWatson()
 
@@ -353,6 +354,7 @@ KERNEL = fastattn.NadarayaWatson()
             lambda: fastattn.MultiheadAttention(DIM, 2)(Q, Q, Q, need_weights=False),
             "expected a module with batch_first=True",
         ),
+        (lambda: APPENDED(Q, Q, Q, need_weights=False), "and without add_bias_kv and add_zero_attn"),
         (lambda: LUONG(Q, K, OTHER), "values: expected the offsets of keys"),
         (lambda: LUONG(Q, K, torch.zeros(4, 70, DIM)), "values: expected the offsets of keys"),
         (lambda: LUONG(FEW, K), "keys: expected as many sequences as queries, 2, got 4"),

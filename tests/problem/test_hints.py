@@ -70,6 +70,12 @@ WRONG = {
     "unsigned documents": (
         lambda: Mask.documents(lengths=torch.ones(2, dtype=torch.uint16)),
         r"^lengths: expected integers, got torch.uint16: write x.long\(\)$"),
+    "fractions of documents": (
+        lambda: Mask.documents(lengths=torch.ones(2)),
+        r"^lengths: expected integers, got torch.float32: write x.long\(\)$"),
+    "truths of lengths": (
+        lambda: sdpa(Q, Q, Q, mask=Mask(kv_len=torch.ones(2, dtype=torch.bool))),
+        r"^mask.kv_len: .* got torch.bool: a bool mask goes to attn_mask or mask=Mask\(keep=...\)$"),
     "longest": (
         lambda: fastattn.varlen_attention(X, X, X, [0, 2], None, "x"), "^max_seqlen_q: .* got str"),
     "longest key": (
