@@ -266,7 +266,7 @@ def _by_kernels(
 def normalize(x: Tensor) -> Tensor:
     """x / |x|, and 0 for 0, its gradient too: in float32 at least, for fp16's smallest numbers."""
     wide = x if x.dtype == torch.float64 else x.float()
-    if x.shape[-1] and x.stride(-1) != 1:  # the order of a sum depends on strides
+    if x.stride(-1) != 1:  # the order of a sum depends on strides
         wide = wide.contiguous()
     if wide.numel() and arguments.can_read(wide.detach()):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

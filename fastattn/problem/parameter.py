@@ -64,5 +64,4 @@ def bandwidth_tensor(bandwidth: float | Tensor | None, query: Tensor) -> Tensor:
 
 def match_bandwidth(bandwidth: Tensor, H: int, D: int) -> Tensor:
     """A bandwidth ``[B|1, H|1, 1, D|1]`` as ``[H, D]``, or ``[B, H, D]`` where samples differ."""
-    w = bandwidth.squeeze(2).expand(-1, H, D)
-    return w.squeeze(0) if w.shape[0] == 1 else w
+    return bandwidth.squeeze(2).expand(-1, H, D).squeeze(0)

@@ -270,6 +270,8 @@ def test_public_explain():
     assert "mask top_left, weights mean" in text
     assert "chosen" in text
     assert str(fastattn.explain(q, q, q, torch.zeros(4))).startswith("additive")
+    assert " N=5 D=4 E=4," in str(fastattn.explain(q, torch.zeros(2, 2, 5, 4)))
+    assert " N=5 D=4 E=6," in str(fastattn.explain(q, *(torch.zeros(2, 2, 5, n) for n in (4, 6))))
     refused = fastattn.explain(q.double(), backend="cpu")
     assert (refused.backend, refused.path) == (None, None)
     assert refused.reasons["cpu"] == ["float64 is left to eager"]

@@ -264,6 +264,7 @@ X, ONE = torch.zeros(5, 2, 4), torch.zeros(2, 4)
         (lambda f: f(X, X, X, [0, 5], window=3), TypeError, r"window: expected \(left, right\)"),
         (lambda f: f(X, X, X, [0, 5], weight=ONE, scale=1.0), ValueError, r"write weight \* scale"),
         (lambda f: f(X, X, X, [0, 5], weight=3), TypeError, "weight: expected a Tensor"),
+        (lambda f: f(X, X, X, [0, 5], backend="fpga"), ValueError, "backend: expected 'auto'"),
         (lambda f: f(X, X, X, [0, 5], causal=True), TypeError, "write is_causal=True$"),
         (lambda f: f(X, X, X, [0, 5], window_size=(3, 0)), TypeError, r"write window=\(left"),
         (lambda f: f(X, X, X, [0, 5], softmax_scale=1.0), TypeError, "write scale=$"),

@@ -121,6 +121,25 @@ class TestTheShortWay:
         module(x, y, y)
         assert len(operator_calls) == 1
 
+    @pytest.mark.parametrize(
+        ("name", "shape", "dtype"),
+        [
+            *(("attn_mask", n, torch.float32) for n in ((5, 6), (5, 1), (1, 5), (5,), (3, 5, 5))),
+            *(("key_padding_mask", n, torch.float32) for n in ((2, 6), (2, 1), (1, 5), (5,))),
+            *(("attn_mask", (5, 5), d) for d in (torch.float64, torch.bfloat16, torch.int64)),
+            *(("key_padding_mask", (2, 5), d) for d in (torch.float64, torch.half, torch.uint8)),
+        ],
+    )
+    def test_masks_that_do_not_fit(self, module, x, operator_calls, name, shape, dtype):
+        """The errors are those of a call with gradients."""
+        mask = {name: torch.zeros(shape, dtype=dtype)}
+        with pytest.raises((AssertionError, RuntimeError)) as error:
+            module(x, x, x, **mask)
+        message = re.escape(str(error.value))
+        with torch.no_grad(), pytest.raises(error.type, match=message):
+            module(x, x, x, **mask)
+        assert not operator_calls
+
     def test_is_for_plain_calls_only(self, module, x, checked):
         calls = [
             lambda: module(x[0], x[0], x[0]),

@@ -271,8 +271,8 @@ def test_bad_tensors_of_other_scores(score, name):
     ("options", "message"),
     [
         (dict(score="euclid"), "score: expected one of 'scaled_dot', .*'euclid'"),
-        (dict(score="dot", scale=2.0), "scale: the dot score has none"),
-        (dict(score="gaussian", scale=2.0), "scale: the gaussian score has none"),
+        (dict(score="dot", scale=2.0), "scale: the dot score has none$"),
+        (dict(score="gaussian", scale=2.0), "scale: the gaussian score has none$"),
         (dict(score="additive"), "weight: the additive score needs one"),
         (dict(score="cosine", weight=x(D)), "weight: only the additive score has one"),
         (dict(score="dot", bandwidth=1.0), "bandwidth: only the gaussian score has one"),
