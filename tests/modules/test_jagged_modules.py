@@ -354,7 +354,7 @@ KERNEL = fastattn.NadarayaWatson()
             lambda: fastattn.MultiheadAttention(DIM, 2)(Q, Q, Q, need_weights=False),
             "expected a module with batch_first=True",
         ),
-        (lambda: APPENDED(Q, Q, Q, need_weights=False), "and without add_bias_kv and add_zero_attn"),
+        (lambda: APPENDED(Q, Q, Q, need_weights=False), "without add_bias_kv and add_zero_attn"),
         (lambda: LUONG(Q, K, OTHER), "values: expected the offsets of keys"),
         (lambda: LUONG(Q, K, torch.zeros(4, 70, DIM)), "values: expected the offsets of keys"),
         (lambda: LUONG(FEW, K), "keys: expected as many sequences as queries, 2, got 4"),
