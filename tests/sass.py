@@ -56,24 +56,16 @@ def innermost_loops(sass: str) -> list[Counter]:
     return [_operations(instructions[a : b + 1]) for a, b in inner]
 
 
-def paired_loops(sass: str) -> list[dict[str, int]]:
+def paired_loops(sass: str, gradients: bool = False) -> list[dict[str, int]]:
     """The additive score's loops over pairs of dims: reciprocals, no exponentials, no stores.
 
-    Per iteration: {"slots": issue slots, "mufu": special functions, "local": spills}.
+    Those that add up ``gradients`` store, and are longer. Per iteration: {"slots": issue slots,
+    "mufu": special functions, "local": spills}.
     """
     return [
         {"slots": loop.total(), "mufu": _count(loop, "MUFU"), "local": _count(loop, "LDL", "STL")}
         for loop in innermost_loops(sass)
-        if loop["MUFU.RCP"] and not loop["MUFU.EX2"] and not _count(loop, "STG")
-    ]
-
-
-def gradient_loops(sass: str) -> list[dict[str, int]]:
-    """Like paired_loops, for loops that add up gradients: these store, and are longer."""
-    return [
-        {"slots": loop.total(), "mufu": _count(loop, "MUFU"), "local": _count(loop, "LDL", "STL")}
-        for loop in innermost_loops(sass)
-        if loop["MUFU.RCP"] and not loop["MUFU.EX2"] and _count(loop, "STG")
+        if loop["MUFU.RCP"] and not loop["MUFU.EX2"] and gradients == bool(_count(loop, "STG"))
     ]
 
 

@@ -158,15 +158,6 @@ def whole_and_part(layout: Layout, dim: int, group: Group) -> Ways:
     )
 
 
-def all_rows(x: Tensor, layout: Layout, group: Group) -> Any:
-    """All rows on every rank, dim 2, with a gradient."""
-    return move(
-        x,
-        lambda x: comm.gather_rows(x, layout, group),
-        lambda grad: comm.scatter_sum(grad, layout, group),
-    )
-
-
 # ---- attention ----
 
 
@@ -183,11 +174,15 @@ def attend(
     p, rows, group = plan.p, plan.layout, plan.group
     queries, keys = heads_of_ranks(p.H, p.Hkv, group.size)
     own = queries[group.rank]
+    to_all: Ways = (  # rows, dim 2, and back to the sum over ranks of this rank's rows
+        lambda x: comm.gather_rows(x, rows, group),
+        lambda x: comm.scatter_sum(x, rows, group),
+    )
 
     def operand(name: str, x: Tensor) -> Tensor:  # [B|1, H|1, M|1, N|1]
         if name not in plan.rows:
             return x if x.shape[1] == 1 else x[:, slice(*own)]
-        return all_rows(x, rows, group) if x.shape[1] == 1 else to_heads(x, rows, queries, group)
+        return move(x, *to_all) if x.shape[1] == 1 else to_heads(x, rows, queries, group)
 
     if bias is not None:
         bias = operand("bias", bias)
@@ -207,13 +202,7 @@ def attend(
         moves["weights"] = weights, ways
     if p.weights == "mean":
         share = weights[:, None].to(p.acc_dtype) * ((own[1] - own[0]) / p.H)  # rounded once
-        moves["weights"] = (
-            share,
-            (
-                lambda x: comm.scatter_sum(x, rows, group),
-                lambda grad: comm.gather_rows(grad, rows, group),
-            ),
-        )
+        moves["weights"] = share, to_all[::-1]
     tensors, of_tensors = zip(*moves.values(), strict=True)
     found: Any = Move.apply(list(of_tensors), *tensors)
     moved = dict(zip(moves, found, strict=True))

@@ -21,7 +21,7 @@ from fastattn.distributed import gather, ring
 from fastattn.distributed.comm import Group
 from fastattn.distributed.heads import refuse_transforms
 from fastattn.distributed.layout import Layout
-from fastattn.distributed.plan import Plan, no_second_derivative
+from fastattn.distributed.plan import Plan
 from fastattn.problem import Mask, Origin, Problem, schemas
 from fastattn.problem.record import empty_out, returned, weights_of, weights_shape
 from fastattn.problem.schemas import Call, Saved
@@ -85,7 +85,11 @@ class Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any, grad_weights: Any, _: Any) -> tuple:
         """Gradients of the first six tensors."""
-        no_second_derivative(ctx.words.method)
+        if torch.is_grad_enabled():  # create_graph=True, of which a part would be missing
+            raise NotImplementedError(
+                f"method '{ctx.words.method}' has no second derivatives: write method='heads', "
+                "which has"
+            )
         refuse_transforms(grad_out, grad_lse, grad_weights)
         sink, *tensors, out, weights, stats = ctx.saved_tensors
         call = Call(*tensors, *ctx.others)

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from fastattn import blocks
 from fastattn.blocks import Cut
 from fastattn.distributed.comm import Group
@@ -49,11 +47,3 @@ class Plan:
         firsts = range(0, p.Hkv, each)
         ends = [(k, min(k + each, p.Hkv)) for k in firsts]
         return [blocks.whole(p)._replace(h=(a * group, b * group)) for a, b in ends]
-
-
-def no_second_derivative(method: str) -> None:
-    """Raises in a backward that is to be differentiated: a part would be missing."""
-    if torch.is_grad_enabled():  # create_graph=True
-        raise NotImplementedError(
-            f"method '{method}' has no second derivatives: write method='heads', which has"
-        )

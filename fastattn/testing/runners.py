@@ -57,13 +57,7 @@ def _results(
 DROPOUT_SEED = 0x1234_5678_9ABC_DEF0
 
 
-def run(
-    case: Case,
-    t: Tensors,
-    backend: str = "auto",
-    dtype: torch.dtype | None = None,
-    grad: bool = True,
-) -> dict[str, Tensor]:
+def run(case: Case, t: Tensors, backend: str = "auto", grad: bool = True) -> dict[str, Tensor]:
     """Our result on a backend; ``grad``: with its gradients."""
 
     def call(
@@ -91,7 +85,7 @@ def run(
             return functional.scaled_dot_product_attention(q, k, v, **options)
         return scores.attention(q, k, v, score=case.score, bandwidth=bandwidth, **options)
 
-    return _results(case, t, call, dtype, grad)
+    return _results(case, t, call, None, grad)
 
 
 def _build(
@@ -136,17 +130,12 @@ def _parameter(w: Tensor | None, bandwidth: Tensor | None) -> Tensor | None:
     return w if bandwidth is None else bandwidth
 
 
-def _features(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float | None]:
-    """(q', k', scale) such that the score is q' . k' * scale, or one of q' + k', or q' - k'."""
-    if case.score == "cosine":
-        return _unit(q), _unit(k), 1.0 if case.scale is None else case.scale
-    return q, k, case.scale
-
-
 def _canonical(case: Case, t: Tensors, leaves: dict[str, Any]) -> tuple:
     """(p, q, k, v, w, bias, sink) of a score of the record, made of leaves."""
     x = dict(leaves)
-    q, k, scale = _features(case, x.pop("q"), x.pop("k"))
+    q, k, scale = x.pop("q"), x.pop("k"), case.scale
+    if case.score == "cosine":
+        q, k, scale = _unit(q), _unit(k), 1.0 if scale is None else scale
     w, sink = _parameter(x.pop("w"), x.pop("bandwidth")), x.pop("sink")
     return *_build(case, t, q, k, w=w, scale=scale, **x)[:6], sink
 
@@ -193,7 +182,7 @@ def explicit(
     return results | {f"grad_{n}": g for n, g in zip(wanted, pulled, strict=True)}
 
 
-def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def plain(case: Case, t: Tensors) -> dict[str, Tensor]:
     """What a user would write in PyTorch, in the case's dtype: the peer in the error budget."""
     p, kept = _kept(case, t)
     has_key = kept.any(-1, keepdim=True)
@@ -239,4 +228,4 @@ def plain(case: Case, t: Tensors, dtype: torch.dtype | None = None) -> dict[str,
         returned = {None: (), "full": (weights,), "mean": (weights.mean(1),)}[case.weights]
         return (weights @ v, *returned, *((lse,) if case.lse else ()))
 
-    return _results(case, t, call, dtype or case.dtype)
+    return _results(case, t, call, case.dtype)

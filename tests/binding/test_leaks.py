@@ -19,8 +19,8 @@ from fastattn.problem.schemas import COMPILED, Call
 pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.slow]
 
 operators = torch.ops.fastattn
-CALLS = 100_000
-MOST = 1 << 20  # bytes: ten a call
+CALLS = 40_000
+MOST = 10 * CALLS  # bytes
 
 
 def problem():

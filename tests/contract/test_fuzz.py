@@ -24,11 +24,45 @@ the_same = settings(
 )  # fmt: skip
 
 
+def splits_keys(case):
+    return case.N > 1000 and "chunks" in cpu.path(runners._kept(case, testing.make(case))[0])
+
+
 @pytest.mark.slow
-@settings(the_same, max_examples=1000)
-@given(fuzz.cases(), fuzz.isas(), fuzz.calls())
-def test_random_problems(case, isa, calls):
-    fuzz.check(case, isa, calls)
+def test_random_problems():
+    """Every feature is in some of them."""
+    drawn = []
+
+    @settings(the_same, max_examples=1000)
+    @given(fuzz.cases(), fuzz.isas(), fuzz.calls())
+    def check(case, isa, calls):
+        drawn.append(case)
+        fuzz.check(case, isa, calls)
+
+    check()
+    assert {c.score for c in drawn} == {"dot", "additive", "cosine", "gaussian"}
+    features = [
+        lambda c: 0 in (c.M, c.N), lambda c: 0 in (c.D, c.E), lambda c: 0 in (c.B, c.H),
+        lambda c: c.M == 1 and c.N > 128, lambda c: c.M > 64 and c.N > 64,
+        lambda c: c.H > c.Hkv > 1, splits_keys,
+        lambda c: c.causal, lambda c: c.window, lambda c: c.kv_len == "batch",
+        lambda c: c.kv_len == "rows", lambda c: c.keep, lambda c: c.bias and c.bias_inf,
+        lambda c: c.bias == "alibi", lambda c: c.bias == "relative" and c.bias_offset,
+        lambda c: c.attn_mask and c.attn_mask_dtype == torch.bool,
+        lambda c: c.attn_mask and c.attn_mask_dtype != torch.bool and c.bias,
+        lambda c: c.dropout_p, lambda c: c.weights == "full", lambda c: c.weights == "mean",
+        lambda c: c.lse, lambda c: c.garbage is not None and c.keep, lambda c: c.magnitude > 1,
+        lambda c: c.kv_begin == "batch", lambda c: c.kv_begin in ("rows", "sorted"),
+        lambda c: c.sink == -math.inf, lambda c: c.sink is not None and c.lse,
+        lambda c: c.softcap, lambda c: c.scale and c.scale < 0, lambda c: c.opposite,
+        lambda c: c.bandwidth == "", lambda c: "b" in c.bandwidth, lambda c: "d" in c.bandwidth,
+        lambda c: c.bias and c.bias_dtype not in (None, c.dtype),
+        lambda c: c.empty_rows and c.keep, lambda c: c.empty_rows and c.bias and c.bias_inf,
+    ]  # fmt: skip
+    for number, feature in enumerate(features):
+        assert sum(1 for c in drawn if feature(c)) >= 5, f"feature {number} is hardly drawn"
+    for name in ("dtype", "layout", "mask_layout"):
+        assert len({getattr(c, name) for c in drawn}) >= 4
 
 
 half, nan = torch.float16, math.nan
@@ -106,45 +140,6 @@ def test_found(isa, name):
 
 def test_draws_do_not_depend_on_what_is_imported():
     assert len(fuzz.providers._get_local_constants()) == 0
-
-
-def splits_keys(case):
-    return case.N > 1000 and "chunks" in cpu.path(runners._kept(case, testing.make(case))[0])
-
-
-@pytest.mark.slow
-def test_every_feature_is_drawn():
-    drawn = []
-
-    @settings(the_same, max_examples=1000)
-    @given(fuzz.cases())
-    def draw(case):
-        drawn.append(case)
-
-    draw()
-    assert {c.score for c in drawn} == {"dot", "additive", "cosine", "gaussian"}
-    features = [
-        lambda c: 0 in (c.M, c.N), lambda c: 0 in (c.D, c.E), lambda c: 0 in (c.B, c.H),
-        lambda c: c.M == 1 and c.N > 128, lambda c: c.M > 64 and c.N > 64,
-        lambda c: c.H > c.Hkv > 1, splits_keys,
-        lambda c: c.causal, lambda c: c.window, lambda c: c.kv_len == "batch",
-        lambda c: c.kv_len == "rows", lambda c: c.keep, lambda c: c.bias and c.bias_inf,
-        lambda c: c.bias == "alibi", lambda c: c.bias == "relative" and c.bias_offset,
-        lambda c: c.attn_mask and c.attn_mask_dtype == torch.bool,
-        lambda c: c.attn_mask and c.attn_mask_dtype != torch.bool and c.bias,
-        lambda c: c.dropout_p, lambda c: c.weights == "full", lambda c: c.weights == "mean",
-        lambda c: c.lse, lambda c: c.garbage is not None and c.keep, lambda c: c.magnitude > 1,
-        lambda c: c.kv_begin == "batch", lambda c: c.kv_begin in ("rows", "sorted"),
-        lambda c: c.sink == -math.inf, lambda c: c.sink is not None and c.lse,
-        lambda c: c.softcap, lambda c: c.scale and c.scale < 0, lambda c: c.opposite,
-        lambda c: c.bandwidth == "", lambda c: "b" in c.bandwidth, lambda c: "d" in c.bandwidth,
-        lambda c: c.bias and c.bias_dtype not in (None, c.dtype),
-        lambda c: c.empty_rows and c.keep, lambda c: c.empty_rows and c.bias and c.bias_inf,
-    ]  # fmt: skip
-    for number, feature in enumerate(features):
-        assert sum(1 for c in drawn if feature(c)) >= 5, f"feature {number} is hardly drawn"
-    for name in ("dtype", "layout", "mask_layout"):
-        assert len({getattr(c, name) for c in drawn}) >= 4
 
 
 MASKED = Case("wrong", M=6, N=9, causal="bottom_right", window=(2, -1), kv_len="rows",

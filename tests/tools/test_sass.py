@@ -31,7 +31,7 @@ def test_loops_with_another_inside_are_not_counted():
 
 def test_paired_loops_have_reciprocals_and_no_stores():
     assert sass.paired_loops(LISTING) == [{"slots": 5, "mufu": 1, "local": 1}]
-    assert sass.gradient_loops(LISTING) == [{"slots": 3, "mufu": 1, "local": 0}]
+    assert sass.paired_loops(LISTING, gradients=True) == [{"slots": 3, "mufu": 1, "local": 0}]
 
 
 ROLES = """

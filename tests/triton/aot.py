@@ -134,7 +134,7 @@ def usage(kernel, folder: Path) -> dict:
         "tcgen05": kernel.asm["ptx"].count("tcgen05.mma"),
         "tensor_memory": kernel.metadata.tmem_size,
         "paired_loops": sass.paired_loops(code),
-        "gradient_loops": sass.gradient_loops(code),
+        "gradient_loops": sass.paired_loops(code, gradients=True),
         "difference_loops": sass.difference_loops(code),
         "product_loops": sass.product_loops(code),
     }

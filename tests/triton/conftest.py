@@ -42,6 +42,7 @@ def _repair_interpreter():
     import triton.experimental.gluon  # noqa: F401 - the first launch would import it, and checks the variable
     import triton.language as tl
     from triton._C.libtriton import ir
+    from triton.language import semantic
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
@@ -100,6 +101,26 @@ def _repair_interpreter():
         self.numel, self.shape = sizes(*(type.shape if type.is_block() else ()))
 
     tl.tensor.__init__ = init_tensor
+    init_block = tl.block_type.__init__
+
+    @functools.cache
+    def checked(*shape):
+        block = types.SimpleNamespace()
+        init_block(block, tl.int1, [*shape])
+        return {"shape": block.shape, "numel": block.numel}
+
+    tl.block_type.__init__ = lambda self, element_ty, shape: vars(self).update(
+        checked(*shape), element_ty=element_ty
+    )
+    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast_impl_value(self, lhs, rhs):
+        same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
 
     patch_lang = interpreter._patch_lang
     both = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
