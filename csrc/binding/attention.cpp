@@ -89,13 +89,12 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
   STD_TORCH_CHECK(saved.grad_out.scalar_type() == q.scalar_type(),
                   "fastattn: expected grad_out of the dtype of q");
   p.grad_out = view_of(saved.grad_out, "grad_out", {p.B, p.H, p.M, p.E});
-  const auto is_rows = [&](const Tensor& t, int64_t dims) {
-    return t.scalar_type() == ScalarType::Float && t.dim() == dims && t.size(0) == p.B &&
-           t.size(1) == p.H && t.size(2) == p.M;
+  const auto is_floats = [](const Tensor& t, const std::vector<int64_t>& shape) {
+    return t.scalar_type() == ScalarType::Float && t.sizes().equals(shape);
   };
-  STD_TORCH_CHECK(is_rows(saved.stats, 4) && saved.stats.size(3) == 2,
+  STD_TORCH_CHECK(is_floats(saved.stats, {p.B, p.H, p.M, 2}),
                   "fastattn: stats: expected float32 [B, H, M, 2]");
-  STD_TORCH_CHECK(!saved.grad_lse || is_rows(*saved.grad_lse, 3),
+  STD_TORCH_CHECK(!saved.grad_lse || is_floats(*saved.grad_lse, {p.B, p.H, p.M}),
                   "fastattn: grad_lse: expected float32 [B, H, M]");
   const Tensor stats_rows = torch::stable::contiguous(saved.stats);
   p.stats = static_cast<const float*>(data_of(stats_rows, "stats"));
@@ -134,7 +133,7 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
   Tensor grad_sink = empty(q, {0}, ScalarType::Float);
   if (saved.sink) {
     grad_sink = empty(q, {p.B, p.H}, ScalarType::Float);
-    p.grad_sink = sink_grad_view(p, grad_sink.data_ptr());
+    p.grad_sink = sink_view(grad_sink, p);
   }
 
   device::Current current(q);

@@ -178,10 +178,8 @@ inline void add_bias(const Tensor& product, const Tensor& bias, const Tensor& y)
 
 inline void check(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
   const auto fits = [&](const Tensor& t, const std::vector<int64_t>& shape) {
-    if (t.dim() != static_cast<int64_t>(shape.size())) return false;
-    for (size_t d = 0; d < shape.size(); ++d)
-      if (t.size(d) != shape[d]) return false;
-    return t.scalar_type() == x.scalar_type() && t.device() == x.device();
+    return t.sizes().equals(shape) && t.scalar_type() == x.scalar_type() &&
+           t.device() == x.device();
   };
   STD_TORCH_CHECK(weight.dim() == 2 && fits(weight, {weight.size(0), x.size(1)}),
                   "fastattn: weight: expected [features, ", x.size(1), "] of the dtype of x");

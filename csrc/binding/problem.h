@@ -86,11 +86,6 @@ inline View sink_view(const OptTensor& t, const AttentionParams& p) {
   return {data_of(*t, "sink"), dtype_of(*t, "sink"), h == 0 ? 0 : t->stride(0), t->stride(h), 0, 0};
 }
 
-// [B, H], contiguous.
-inline View sink_grad_view(const AttentionParams& p, void* data) {
-  return {data, DType::kFloat32, p.H, 1, 0, 0};
-}
-
 // Query i sees the keys up to `past` + i.
 inline Operands causal(Operands in, int64_t past) {
   in.band_hi = past;

@@ -76,8 +76,7 @@ inline std::vector<int64_t> out_strides(const AttentionParams& p, const int64_t*
 
 inline View view_of(const Tensor& t, const char* name, const std::vector<int64_t>& shape,
                     bool may_broadcast = false) {
-  bool fits = broadcasts_to(t, shape);
-  for (size_t d = 0; fits && !may_broadcast && d < shape.size(); ++d) fits = t.size(d) == shape[d];
+  const bool fits = may_broadcast ? broadcasts_to(t, shape) : t.sizes().equals(shape);
   STD_TORCH_CHECK(fits, "fastattn: ", name, ": its shape does not fit the other arguments");
   return {data_of(t, name),  dtype_of(t, name), stride_or_0(t, 0),
           stride_or_0(t, 1), stride_or_0(t, 2), stride_or_0(t, 3)};

@@ -245,7 +245,7 @@ double run_loop(const LoopCall& call, const Parallel& parallel) {
 
 int64_t forward_workspace_bytes(const ForwardParams& params) {
   ForwardParams p = params;
-  return plan_forward(p, choose_forward(&p, chooser())).workspace_bytes;
+  return forward_bytes(p, choose_forward(&p, chooser()));
 }
 int64_t backward_workspace_bytes(const BackwardParams& params) {
   BackwardParams p = params;

@@ -117,11 +117,6 @@ class Call(schemas.Call):
         """Whether a kernel needs more registers than for masks."""
         return self.kind not in ("plain", "curved")
 
-    @property
-    def masks_within_tiles(self) -> bool:
-        """Whether a loaded key may be masked, for some rows of a tile or for all."""
-        return varies_within_tiles(self)
-
 
 def heads_as_rows(call: Call) -> Call:
     """The call with heads of one query, which share keys, as rows of one head, where it can be.
@@ -226,7 +221,7 @@ def spec(call: Call, kernel: str) -> tuple[Spec, dict[str, Any]]:
         PRECISION=products, APART=fp32 and products == "ieee" and not stream, STREAM=stream,
         FOLD_SCALE=call.folds_scale,
         BIAS_IN_FULL=call.bias is not None and not scans_bias(call),
-        MASKS_WITHIN_TILES=call.masks_within_tiles, REVERSE=call.band[1] is not None,
+        MASKS_WITHIN_TILES=varies_within_tiles(call), REVERSE=call.band[1] is not None,
         PTX=speaks_ptx(call.q.device), FLAT=architecture(call.q.device) == "sm_100",
     )  # fmt: skip
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)

@@ -298,7 +298,9 @@ def launch_sdpa_fwd(call: Call, sink: Tensor | None = None, terms: Terms = DOT_P
     block_m, block_n = shape.BLOCK_M.value, shape.BLOCK_N.value
     mask, drop = mask_args(call), call.dropout
     chunks = chunks_of(M, N)
-    partial = new_partial(call) if chunks > 1 else WHOLE
+    sizes = (B, H, M, chunks, call.E), (B, H, M, chunks, 2)
+    parts = (call.q.new_empty(size, dtype=torch.float32) for size in sizes)
+    partial = Partial(*parts, chunks) if chunks > 1 else WHOLE
     rows, of_rows = view(as_rows(out, call)), sink_view(sink, call)
     launch(sdpa_fwd_kernel, triton.cdiv(M, block_m) * chunks * B * H)(
         view(call.q), view(call.k), view(call.v), terms, bias_view(call), of_rows,
@@ -306,7 +308,10 @@ def launch_sdpa_fwd(call: Call, sink: Tensor | None = None, terms: Terms = DOT_P
         call.logit_scale, call.natural, *call.dims, shape, **options,
     )  # fmt: skip
     if chunks > 1:
-        launch_merge(call, rows, of_rows, lse, stats, partial, drop, shape)
+        launch(sdpa_merge_kernel, B * H * M)(
+            rows, of_rows, lse, stats, *partial, drop, call.logit_scale, call.natural, *call.dims,
+            shape, CHUNKS=slots_of(chunks),
+        )  # fmt: skip
     if call.weights_mode != "none" and N:
         launch_weights(call, terms, mask, stats, per_head_weights(call, weights))
     return out, lse, weights, stats
@@ -318,24 +323,6 @@ def sink_view(sink: Tensor | None, call: Call) -> View:
         return ABSENT
     heads = sink.expand(call.B, sink.shape[-1])[..., None, None]
     return view(as_rows(heads, call), (*call.shape[:3], 1))
-
-
-def new_partial(call: Call) -> Partial:
-    """Room for the results of the chunks of every row."""
-    B, H, M, N = call.shape
-    chunks = chunks_of(M, N)
-    sizes = (B, H, M, chunks, call.E), (B, H, M, chunks, 2)
-    return Partial(*(call.q.new_empty(size, dtype=torch.float32) for size in sizes), chunks)
-
-
-def launch_merge(
-    call: Call, out: View, sink: View, lse, stats, partial: Partial, drop, shape
-) -> None:
-    """Merges the chunks of every row into out, lse and stats."""
-    launch(sdpa_merge_kernel, call.B * call.H * call.M)(
-        out, sink, lse, stats, *partial, drop, call.logit_scale, call.natural, *call.dims, shape,
-        CHUNKS=slots_of(partial.chunks),
-    )  # fmt: skip
 
 
 def launch_weights(call: Call, terms: Terms, mask, stats, weights) -> None:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..host.launch import FEW_QUERIES, Call
+from ..tile.masking import varies_within_tiles
 from ..tile.strided import Spec
 
 
@@ -36,7 +37,7 @@ def launches(
     "mend" the marked blocks. ``spoils``: whether the kernel multiplies tiles; gradients of the
     additive score are no such products.
     """
-    if not (call.masks_within_tiles and spoils):
+    if not (varies_within_tiles(call) and spoils):
         return [(shape, None, "none")]
     if call.w is not None or crowded(call) or width(shape) > 128:
         marks = call.q.new_empty(programs, dtype=torch.int8)

@@ -121,18 +121,10 @@ def tile_gradient(
         shift, factor = rows.shift, rows.factor
     w = row_weights(s, shift, factor, t, spec)
     if spec.STREAM:
-        do_ptr, v_ptr = head_ptr(grad_out, b, h), head_ptr(v, b, h // dims.group)
-        keys = key_count(mask, b, dims.N)
-        if TRANSPOSED:
-            dp = stream_dot_t(
-                dx, v_ptr, v, keys, dy, do_ptr, grad_out, dims.M, spec.E, spec.BLOCK_E,
-                spec.PRECISION,
-            )  # fmt: skip
-        else:
-            dp = stream_dot_t(
-                dx, do_ptr, grad_out, dims.M, dy, v_ptr, v, keys, spec.E, spec.BLOCK_E,
-                spec.PRECISION,
-            )  # fmt: skip
+        dp = stream_dot_t(
+            dx, dy, grad_out, v, b, h, key_count(mask, b, dims.N), dims, spec.E, spec.BLOCK_E,
+            spec.PRECISION, TRANSPOSED,
+        )  # fmt: skip
     else:
         dp = dot_t(dx, dy, spec.PRECISION)
     if rows is None:

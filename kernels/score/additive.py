@@ -50,8 +50,9 @@ UNIT = tl.constexpr(2.0**-60)
 
 
 @triton.jit
-def keys_in_range(offs_n, terms, b, h, dims):
-    """Whether the loop over pairs of dims is right for these keys: one scalar."""
+def keys_in_range(x, y, terms, b, h, dims, TRANSPOSED: tl.constexpr):
+    """Whether the loop over pairs of dims is right for the keys of a tile: one scalar."""
+    offs_n = x if TRANSPOSED else y
     head = b.to(tl.int64) * (dims.H // dims.group) + h // dims.group
     return tl.max(tl.load(terms.reach_ptr + head * terms.keys + offs_n), 0) <= KEY_LIMIT
 
@@ -169,11 +170,7 @@ def additive_gradients(ds, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOS
     where tanh is near -1.
     """
     total = tl.sum(ds, 1)
-    if TRANSPOSED:
-        in_range = keys_in_range(x, terms, b, h, dims)
-    else:
-        in_range = keys_in_range(y, terms, b, h, dims)
-    if in_range:
+    if keys_in_range(x, y, terms, b, h, dims, TRANSPOSED):
         paired_gradients(ds, total, x, y, terms, b, h, dims, spec, TRANSPOSED)
     else:
         direct_gradients(ds, total, x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED)

@@ -55,15 +55,9 @@ def scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr
     """
     if terms.w_ptr is None:
         if spec.STREAM:
-            q_ptr, k_ptr = head_ptr(q, b, h), head_ptr(k, b, h // dims.group)
-            if TRANSPOSED:
-                return stream_dot_t(
-                    x, k_ptr, k, n_keys, y, q_ptr, q, dims.M, spec.D, spec.BLOCK_D, spec.PRECISION
-                )
-            else:
-                return stream_dot_t(
-                    x, q_ptr, q, dims.M, y, k_ptr, k, n_keys, spec.D, spec.BLOCK_D, spec.PRECISION
-                )
+            return stream_dot_t(
+                x, y, q, k, b, h, n_keys, dims, spec.D, spec.BLOCK_D, spec.PRECISION, TRANSPOSED
+            )
         else:
             return dot_t(x, y, spec.PRECISION)
     elif terms.e_ptr is None:
@@ -71,11 +65,7 @@ def scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED: tl.constexpr
     elif terms.reach_ptr is None:
         return gaussian_scores(x, y, terms, b, h, dims, spec, TRANSPOSED)
     else:
-        if TRANSPOSED:
-            in_range = keys_in_range(x, terms, b, h, dims)
-        else:
-            in_range = keys_in_range(y, terms, b, h, dims)
-        if in_range:
+        if keys_in_range(x, y, terms, b, h, dims, TRANSPOSED):
             s = paired_scores(x, y, terms, b, h, dims, spec, TRANSPOSED) * (-2.0 * UNIT)
         else:
             s = direct_scores(x, y, q, k, terms, b, h, n_keys, dims, spec, TRANSPOSED) * 2.0

@@ -169,16 +169,24 @@ def dot_t(x, y, PRECISION: tl.constexpr):
 
 @triton.jit
 def stream_dot_t(
-    offs_x, x_ptr, x, n_x, offs_y, y_ptr, y, n_y, n_cols, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, y, q, k, b, h, n_keys, dims, n_cols, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """dot_t of rows of two Views, which are loaded a few columns at a time."""
-    STEP: tl.constexpr = 32 if x.ptr.dtype.element_ty == tl.float32 else 64
-    s = tl.zeros((offs_x.shape[0], offs_y.shape[0]), tl.float32)
+    """dot_t of the rows x of q and y of k, which are loaded a few columns at a time.
+
+    If TRANSPOSED, x are rows of k, and y of q.
+    """
+    STEP: tl.constexpr = 32 if q.ptr.dtype.element_ty == tl.float32 else 64
+    q_ptr, k_ptr = head_ptr(q, b, h), head_ptr(k, b, h // dims.group)
+    s = tl.zeros((x.shape[0], y.shape[0]), tl.float32)
     for c in tl.range(0, BLOCK, STEP, num_stages=1):
         offs = c + tl.arange(0, STEP)
-        tile_x = load_tile(x_ptr, x, offs_x, offs, n_x, n_cols, True, True)
-        tile_y = load_tile(y_ptr, y, offs_y, offs, n_y, n_cols, True, True)
+        if TRANSPOSED:
+            tile_x = load_tile(k_ptr, k, x, offs, n_keys, n_cols, True, True)
+            tile_y = load_tile(q_ptr, q, y, offs, dims.M, n_cols, True, True)
+        else:
+            tile_x = load_tile(q_ptr, q, x, offs, dims.M, n_cols, True, True)
+            tile_y = load_tile(k_ptr, k, y, offs, n_keys, n_cols, True, True)
         s = tl.dot(tile_x, tl.trans(tile_y), s, input_precision=PRECISION)
     return s
 

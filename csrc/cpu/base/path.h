@@ -14,9 +14,6 @@ enum class Way {
   kMatrixUnit,
 };
 
-// Whether softmax and products go tile by tile.
-constexpr bool takes_tiles(Way way) { return way == Way::kTiles || way == Way::kMatrixUnit; }
-
 // Whether a task takes several query heads that share keys.
 enum class Together { kNever, kIfFaster, kAlways };
 

@@ -47,7 +47,6 @@ FASTATTN_SIMD double pass_work(const AttentionParams& p, int64_t a_pair) {
 // for all. These are row blocks of one head or, where M is small, heads that share a key head.
 // No row's result changes, so this may depend on the number of threads.
 struct ForwardArgs : PassArgs<ForwardParams> {
-  ForwardPlan plan;
   int64_t heads, stack;  // row blocks of a task: heads x stack
   int64_t stacks;        // row ranges of tasks, per head
   int64_t turns;         // heads that a task takes one after another, with their logits kept; or 0
@@ -58,7 +57,7 @@ struct ForwardArgs : PassArgs<ForwardParams> {
   int64_t tasks() const { return heads == 0 ? 0 : p.B * (p.H / heads_of_task()) * chunks * stacks; }
   float* partial(int64_t b, int64_t h, int64_t chunk, int64_t i) const {
     const int64_t row = ((b * p.H + h) * chunks + chunk - chunk0) * p.M + i;
-    return static_cast<float*>(p.workspace) + row * plan.partial_stride;
+    return static_cast<float*>(p.workspace) + row * partial_floats(p);
   }
   // Writes lse, if anybody wants it, and stats of a finished row; returns the factor of its output.
   float write_row(int64_t b, int64_t h, int64_t i, float m, float l) const {

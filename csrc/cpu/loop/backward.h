@@ -120,8 +120,7 @@ class BackwardWorker {
     score_.load_queries(at.b, at.h, at.i0, at.rows);
     values_.load_grad_out(at.b, at.h, at.i0, at.rows);
     choose_form(score_, values_, mask_);
-    if (Score::kHasStrips && takes_tiles(args_.path.way) && p_.grad_bias.data == nullptr)
-      mask_.find_strips();
+    if (Score::kHasStrips && p_.grad_bias.data == nullptr) mask_.find_strips();
     scores_of(score_, args_.units, mask_, at.rows, at.cols, s_, tile_.n, slopes_);
     values_.grad_weights(mask_, dp_);
     BiasGrad::Rows bias = bias_.begin_tile(at);

@@ -29,12 +29,7 @@ class BiasGrad {
   }
   void begin_keys(int64_t j0, int64_t cols) {
     cols_ = cols;
-    if (!wanted_ || is_whole()) return;
-    if (p_.bias_M == 1) return clear(j0, cols);
-    if (p_.B * p_.H > 0) return;
-    for (int64_t b = heads_.b0; b < heads_.b1; ++b)
-      for (int64_t h = heads_.h0; h < heads_.h1; ++h)
-        unpack_zeros(pairs(b, h, 0, p_.bias_M, j0, cols));
+    if (wanted_ && !is_whole() && p_.bias_M == 1) clear(j0, cols);
   }
 
   // Where the gradients of a tile's scores go, and whether they overwrite what is there. Rows that
@@ -118,19 +113,15 @@ class BiasGrad {
 
   // The sums of the pairs in columns [begin, begin + cols) of a tile.
   Matrix sums_of(const TilePlace& at, int64_t begin, int64_t cols) const {
-    return pairs(p_.bias_B == 1 ? 0 : at.b, p_.bias_H == 1 ? 0 : at.h, at.i0, at.rows,
-                 at.j0 + begin, cols);
-  }
-  // The sums of rows x cols pairs, from (r0, c0).
-  Matrix pairs(int64_t b, int64_t h, int64_t r0, int64_t rows, int64_t c0, int64_t cols) const {
     View view = p_.grad_bias;
     if (!args_.plan.bias_direct) {
       const int64_t N = p_.bias_N, M = p_.bias_M, size = p_.bias_B * p_.bias_H * M * N;
       float* const base = args_.workspace(args_.plan.grad_bias) + copy_ * size;
       view = {base, DType::kFloat32, p_.bias_H * M * N, M * N, N, 1};
     }
-    Matrix out = matrix_at(view, b, h, r0, rows, cols);
-    out.offset += c0 * out.stride_c;
+    Matrix out =
+        matrix_at(view, p_.bias_B == 1 ? 0 : at.b, p_.bias_H == 1 ? 0 : at.h, at.i0, at.rows, cols);
+    out.offset += (at.j0 + begin) * out.stride_c;
     return out;
   }
 
@@ -162,6 +153,7 @@ class BiasGradWriter {
     const int64_t first = (bh * p_.bias_M + i0) * p_.bias_N;
     const int64_t from = args_.plan.grad_bias, count = rows * p_.bias_N;
     const Matrix to = matrix_at(p_.grad_bias, bh / p_.bias_H, bh % p_.bias_H, i0, rows, p_.bias_N);
+    if (p_.B * p_.H == 0) return unpack_zeros(to);
     if (!has_long_sums(p_))
       return unpack_dense(sum_copies(args_.workspace(from) + first, count), to);
     round_sums(sum_copies(args_.sums(from) + first, count), count, rounded_);

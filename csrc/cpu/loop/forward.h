@@ -51,7 +51,7 @@ FASTATTN_SIMD int64_t kept_bytes(const ForwardParams& p, const Path& path) {
 template <typename Score>
 FASTATTN_SIMD int64_t choose_stack(const ForwardParams& p, const Path& path, int64_t blocks,
                                    int64_t turns, int64_t threads) {
-  if (!Score::kHasSlots || begins_vary_by_row(p.mask)) return 1;
+  if (begins_vary_by_row(p.mask)) return 1;
   const int64_t row_bytes = max64(1, Score::query_bytes(p) + 4 * p.E);
   int64_t fitting = kStackedBytes / (Score::tile(path).m * row_bytes);
   if (turns > 0) fitting = min64(fitting, kKeptBytes / max64(1, kept_bytes<Score>(p, path)));
@@ -111,12 +111,10 @@ FASTATTN_SIMD ForwardArgs forward_args(const ForwardParams& p, const Path& path,
   const int64_t turns = choose_turns<Score>(p, path, blocks, threads);
   const int64_t stack = choose_stack<Score>(p, path, blocks, turns, threads);
   const KeyRange chunks = chunks_of_rows(p, path);
-  const bool together =
-      Score::kHasSlots && path.heads_together != Together::kNever && turns == 0 && blocks == 1;
+  const bool together = path.heads_together != Together::kNever && turns == 0 && blocks == 1;
   const int64_t heads =
       together ? choose_heads<Score>(p, path, group, chunks.end - chunks.begin, threads) : 1;
   return {{p, path, logit_units(p, Score::scale(p), Score::own_factor(p)), group, blocks},
-          plan_forward(p, path),
           min64(group, heads),
           stack,
           ceil_div(blocks, stack),
@@ -241,7 +239,7 @@ class ForwardWorker {
     score_.use_keys(used);
     values_.use_keys(used);
     choose_form(score_, values_, mask_);
-    if (Score::kHasStrips && takes_tiles(args_.path.way) && !args_.path.values_by_row)
+    if (Score::kHasStrips && args_.path.way != Way::kRowsInPlace && !args_.path.values_by_row)
       mask_.find_strips();
     scores_of(score_, args_.units, mask_, m.rows, used, s_, tile_.n);
     if (args_.turns > 0)
@@ -335,7 +333,7 @@ class MergeWorker {
 };
 
 FASTATTN_SHARED void merge_chunks(const ForwardArgs& args, const Parallel& parallel) {
-  const double merged = static_cast<double>(args.plan.workspace_bytes);
+  const double merged = static_cast<double>(forward_bytes(args.p, args.path));
   TaskLoop<MergeWorker, ForwardArgs>::run(args, args.p.B * args.p.H, merged, parallel);
 }
 #endif  // FASTATTN_SHARED_CODE

@@ -10,17 +10,11 @@ namespace fastattn {
 
 // ---- forward ----
 
-struct ForwardPlan {
-  int64_t partial_stride;  // floats a row: E accumulated values, maximum, sum
-  int64_t workspace_bytes;
-};
+// Floats of a row of a chunk: E accumulated values, maximum, sum.
+FASTATTN_FN int64_t partial_floats(const ForwardParams& p) { return p.E + 2; }
 
-FASTATTN_FN ForwardPlan plan_forward(const ForwardParams& p, const Path& path) {
-  ForwardPlan plan;
-  plan.partial_stride = p.E + 2;
-  plan.workspace_bytes =
-      path.chunks == 1 ? 0 : 4 * plan.partial_stride * path.chunks * p.B * p.H * p.M;
-  return plan;
+FASTATTN_FN int64_t forward_bytes(const ForwardParams& p, const Path& path) {
+  return path.chunks == 1 ? 0 : 4 * partial_floats(p) * path.chunks * p.B * p.H * p.M;
 }
 
 // ---- backward ----
@@ -47,7 +41,7 @@ FASTATTN_FN int64_t batch_groups(const BackwardParams& p) {
   return groups;
 }
 FASTATTN_FN BackwardGroups backward_groups(const BackwardParams& p) {
-  const bool pairs = p.grad_bias.data != nullptr && !(has_long_sums(p) && p.B * p.H > 0);
+  const bool pairs = p.grad_bias.data != nullptr && !has_long_sums(p);
   return {pairs && p.bias_B == 1 ? batch_groups(p) : p.B, pairs && p.bias_H == 1 ? 1 : p.Hkv};
 }
 
@@ -88,7 +82,9 @@ FASTATTN_FN BackwardPlan plan_backward(const BackwardParams& p, const Path& path
   const bool bias = p.grad_bias.data != nullptr;
   const int64_t rows = p.B * p.H * p.M, copies = plan.copies.count();
   plan.q_direct = path.chunks == 1 && p.grad_q.dtype == DType::kFloat32 && p.grad_q.stride_c == 1;
-  plan.bias_direct = !has_long_sums(p) && copies == 1 && p.grad_bias.dtype == DType::kFloat32;
+  // Without heads, no task has a tile that sets the bias's sums.
+  plan.bias_direct =
+      !has_long_sums(p) && copies == 1 && p.grad_bias.dtype == DType::kFloat32 && p.B * p.H > 0;
   int64_t used = 0;
   plan.delta = take(&used, rows);
   plan.grad_q = take(&used, plan.q_direct ? 0 : path.chunks * rows * p.D);

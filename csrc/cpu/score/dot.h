@@ -41,7 +41,6 @@ class DotScore : public FixedTile<96, kWidth == 16 ? 128 : 96> {
 
   static double scale(const AttentionParams& p) { return __builtin_fabsf(p.scale); }
 
-  static constexpr bool kHasSlots = true;
   static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
   void use_slot(int64_t slot) {
     slot_ = slot;

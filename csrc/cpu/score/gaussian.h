@@ -48,7 +48,6 @@ class GaussianScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     }
   }
 
-  static constexpr bool kHasSlots = true;
   static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
   void use_slot(int64_t slot) { slot_ = slot; }
 

@@ -59,10 +59,9 @@
 //     static constexpr bool kCanNarrow = true;
 //     void use_keys(int64_t cols);
 //
-//     // The constructor says how many blocks of queries stay loaded. load_queries() and
-//     // scores() use the current slot, at first 0. The forward pass takes all slots through
-//     // each block of keys. query_bytes(): the memory of a query in a slot.
-//     static constexpr bool kHasSlots = true;
+//     // The constructor says how many blocks of queries stay loaded: one of Way::kOneQuery.
+//     // load_queries() and scores() use the current slot, at first 0. The forward pass takes all
+//     // slots through each block of keys. query_bytes(): the memory of a query in a slot.
 //     void use_slot(int64_t slot);
 //     static int64_t query_bytes(const AttentionParams& p);
 //
@@ -135,7 +134,7 @@ struct ScoreDefaults : FormDefaults {
   static bool has_forms(const AttentionParams&) { return false; }
 
   static constexpr int64_t kBeginStep = kWidth, kDimWork = 1;
-  static constexpr bool kCanNarrow = false, kHasSlots = false, kHasStrips = false;
+  static constexpr bool kCanNarrow = false, kHasStrips = false;
   static void use_slot(int64_t) {}
   static int64_t query_bytes(const AttentionParams&) { return 0; }
 };

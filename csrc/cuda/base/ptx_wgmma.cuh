@@ -99,29 +99,25 @@ FASTATTN_DEVICE void wait_for_products(FASTATTN_SITE) {
 // Keeps the compiler from moving uses of these registers over this place: it knows nothing of the
 // products that write and read them. Belongs before each fence and after each wait.
 template <int kTiles>
-FASTATTN_DEVICE void hold(float (&d)[kTiles][4]) {
+FASTATTN_DEVICE void hold([[maybe_unused]] float (&d)[kTiles][4]) {
 #if !defined(FASTATTN_CUDA_ON_CPU)
 #pragma unroll
   for (int n = 0; n < 4 * kTiles; ++n) asm volatile("" : "+f"(d[n / 4][n % 4]) : : "memory");
-#else
-  (void)d;
 #endif
 }
 // Of operand A.
 template <int kSteps>
-FASTATTN_DEVICE void hold(uint32_t (&a)[kSteps][4]) {
+FASTATTN_DEVICE void hold([[maybe_unused]] uint32_t (&a)[kSteps][4]) {
 #if !defined(FASTATTN_CUDA_ON_CPU)
 #pragma unroll
   for (int n = 0; n < 4 * kSteps; ++n) asm volatile("" : "+r"(a[n / 4][n % 4]) : : "memory");
-#else
-  (void)a;
 #endif
 }
 
 // ptxas would move a wait before what needs no product, which then overlaps none. It moves no wait
 // over a store: this one, which no thread makes, needs all of d.
 template <int kTiles>
-FASTATTN_DEVICE void keep_before_wait(const float (&d)[kTiles][4]) {
+FASTATTN_DEVICE void keep_before_wait([[maybe_unused]] const float (&d)[kTiles][4]) {
 #if !defined(FASTATTN_CUDA_ON_CPU)
   uint32_t threads;
   asm("mov.u32 %0, %%ntid.x;" : "=r"(threads));
@@ -133,8 +129,6 @@ FASTATTN_DEVICE void keep_before_wait(const float (&d)[kTiles][4]) {
                    : "r"(threads), "f"(d[n][0]), "f"(d[n][1]), "f"(d[n][2]), "f"(d[n][3])
                    : "memory");
   }
-#else
-  (void)d;
 #endif
 }
 

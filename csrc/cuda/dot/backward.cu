@@ -410,8 +410,7 @@ void launch(const BackwardParams& p, Launcher& launcher) {
                {p.grad_weights.data == nullptr ? 0 : shared, shared}, p);
   launch_sink(p, 0, launcher);
   GradMarks marks{nullptr, nullptr};
-  if (takes_wgmma(p) &&
-      launch_wgmma(p, spans, marks_of(p), marks_of(p).keys + key_marks(p), launcher))
+  if (launch_wgmma(p, spans, marks_of(p), marks_of(p).keys + key_marks(p), launcher))
     marks = marks_of(p);
   launcher.run(sdpa_dq_kernel<kType, kDim, kCurved>, blocks_for(marks.queries, queries), kThreads,
                sizeof(PassingMemory<kDim>), p, spans.keys, marks);

@@ -44,14 +44,6 @@ FASTATTN_DEVICE Place owned_at(const WgmmaGradArgs& a, uint32_t number) {
 //
 // The kernels of other GPUs than Hopper are empty: they leave what is no template unused.
 
-// Starts the copy of 64 rows of an operand.
-template <int kPanels>
-FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t row, int h, int b,
-                                  uint16_t (&to)[kPanels][kTile * kPanel]) {
-  for (int panel = 0; panel < kPanels; ++panel)
-    load_box(to[panel], map, full, panel * kPanel, static_cast<int>(row), h, b);
-}
-
 // Loads the stats of the queries at `at`, as far as this lane does.
 [[maybe_unused]] FASTATTN_DEVICE void load_stats(const BackwardParams& p, const Place& at,
                                                  RowMemory& rows) {
@@ -270,14 +262,13 @@ static bool can_take_wgmma(const BackwardParams& p) {
   return all;
 }
 
-bool takes_wgmma(const BackwardParams& p) { return wgmma_is_chosen() && can_take_wgmma(p); }
-
 int64_t wgmma_backward_bytes(const BackwardParams& p) {
   return can_take_wgmma(p) ? dense_tile_bytes(p, true) : 0;
 }
 
 bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks, void* memory,
                   Launcher& launcher) {
+  if (!wgmma_is_chosen() || !can_take_wgmma(p)) return false;
   const int64_t most = max64(p.H / p.Hkv * tiles_in(p.M), tiles_in(p.N));
   if (has_dense(p.mask) && most > kPlaces) return false;
   Copied list[4];

@@ -15,16 +15,13 @@ struct GradMarks {
 FASTATTN_FN int64_t query_marks(const AttentionParams& p) { return p.B * p.H * ((p.M + 63) / 64); }
 FASTATTN_FN int64_t key_marks(const AttentionParams& p) { return p.B * p.Hkv * ((p.N + 63) / 64); }
 
-// As takes_wgmma() of forward_wgmma.h. A tensor map must describe the gradient of the output as
-// well, and there must be no curve.
-bool takes_wgmma(const BackwardParams& p);
-
 // Bytes of workspace besides the marks. Chosen or not: another thread may choose at any time.
 int64_t wgmma_backward_bytes(const BackwardParams& p);
 
 // Writes the gradients of q, k and v, and the marks. delta is in the workspace, and `memory` is the
-// part of it for wgmma_backward_bytes(). Returns false, and writes nothing, if the driver makes no
-// tensor maps, or if a dense mask has more tiles than a block has places for.
+// part of it for wgmma_backward_bytes(). Returns false, and writes nothing, where that of
+// forward_wgmma.h does. A tensor map must describe the gradient of the output as well, and there
+// must be no curve.
 bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks, void* memory,
                   Launcher& launcher);
 

@@ -214,8 +214,7 @@ void launch(SdpaArgs a, Launcher& launcher) {
                  a);
     merge_partials(p, 0, a.chunks * kWarps, launcher);
   } else {
-    if (takes_wgmma(p) && launch_wgmma(p, launcher))
-      a.marks = static_cast<const uint32_t*>(p.workspace);
+    if (launch_wgmma(p, launcher)) a.marks = static_cast<const uint32_t*>(p.workspace);
     launcher.run(sdpa_forward_kernel<QueryRows, kType, kDim, kCurved>, blocks_for(a.marks, blocks),
                  kThreads, shared, a);
   }
@@ -238,8 +237,7 @@ View from_column(View x, int64_t column) {
 template <bool kCurved>
 void launch_large(SdpaArgs a, Launcher& launcher) {
   constexpr int kDim = 2 * kMostColumns;
-  if (takes_wgmma(a.p) && launch_wgmma(a.p, launcher))
-    a.marks = static_cast<const uint32_t*>(a.p.workspace);
+  if (launch_wgmma(a.p, launcher)) a.marks = static_cast<const uint32_t*>(a.p.workspace);
   const int64_t blocks = a.p.B * a.p.H * ceil_div(a.p.M, kTile), columns = a.p.E;
   const View v = a.p.v, out = a.p.out;
   for (int64_t first = 0; first < max64(columns, 1); first += kMostColumns) {

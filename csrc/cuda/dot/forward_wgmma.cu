@@ -56,9 +56,7 @@ FASTATTN_DEVICE void produce_queries(const WgmmaArgs& a, WgmmaMemory<kDim>& memo
       wait_for_phase(&memory.q_empty[group], turn % 2 ^ 1);
       memory.counts[group] = counts;
       arrive_and_expect(full, sizeof(memory.q[group]));
-      for (int panel = 0; panel < Of::kPanels; ++panel)
-        load_box(memory.q[group][panel], a.q, full, panel * kPanel,
-                 static_cast<int>(at.i0) + group * kTile, at.h, at.b);
+      load_operand(a.q, full, at.i0 + group * kTile, at.h, at.b, memory.q[group]);
     }
   });
 }
@@ -68,8 +66,7 @@ FASTATTN_DEVICE void load_keys(const CUtensorMap& map, const Place& at, int tile
                                uint16_t (&to)[kPanels][kNumbers]) {
   constexpr int kKeys = kNumbers / kPanel;
   arrive_and_expect(full, sizeof(to));
-  for (int panel = 0; panel < kPanels; ++panel)
-    load_box(to[panel], map, full, panel * kPanel, tile * kKeys, at.hkv, at.b);
+  load_operand(map, full, tile * kKeys, at.hkv, at.b, to);
 }
 
 template <int kDim, bool kOnce>
@@ -193,19 +190,16 @@ bool has_tensor_maps(const ForwardParams& p) {
          has_tensor_map(p.k, {p.B, p.Hkv, p.N, p.D}) && has_tensor_map(p.v, {p.B, p.Hkv, p.N, p.E});
 }
 
-}  // namespace
-
 bool wants_wgmma(const ForwardParams& p) {
   if (!wgmma_is_chosen() || !wgmma_can_run() || p.M <= kFewQueries) return false;
   return has_tensor_maps(p) && has_dense_tiles(p);
 }
 
+}  // namespace
+
 int64_t wgmma_forward_bytes(const ForwardParams& p) {
   return wants_wgmma(p) ? 4 * dense_start(p) + dense_tile_bytes(p, false) : 0;
 }
-
-// Another thread may choose between the allocation of the workspace and this.
-bool takes_wgmma(const ForwardParams& p) { return p.workspace != nullptr && wants_wgmma(p); }
 
 const char* against_large_heads(const ForwardParams& p) {
   if (p.M <= kFewQueries) return "up to 16 queries have D and E up to 128";
@@ -214,6 +208,8 @@ const char* against_large_heads(const ForwardParams& p) {
 }
 
 bool launch_wgmma(const ForwardParams& p, Launcher& launcher) {
+  // Another thread may choose between the allocation of the workspace and this.
+  if (p.workspace == nullptr || !wants_wgmma(p)) return false;
   if (p.q.dtype == DType::kFloat16) return launch_type<DType::kFloat16>(p, launcher);
   return launch_type<DType::kBFloat16>(p, launcher);
 }

@@ -72,6 +72,14 @@ struct Stage {
   }
 };
 
+// Starts the copy of as many rows of an operand as `to` has.
+template <int kPanels, int kNumbers>
+FASTATTN_DEVICE void load_operand(const CUtensorMap& map, Barrier* full, int64_t row, int h, int b,
+                                  uint16_t (&to)[kPanels][kNumbers]) {
+  for (int panel = 0; panel < kPanels; ++panel)
+    load_box(to[panel], map, full, panel * kPanel, static_cast<int>(row), h, b);
+}
+
 // ---- products ----
 
 constexpr uint32_t kRowBytes = 2 * kPanel;
@@ -380,11 +388,7 @@ struct Consumer {
     take_values();
   }
 
-  // Read where they are used: kept over a loop, they would take registers.
-  __device__ __forceinline__ int masked() {
-    const volatile TileCounts& counts = memory.counts[group];
-    return same_for_warp(counts.masked);
-  }
+  // Read where it is used: kept over a loop, it would take a register.
   __device__ __forceinline__ int count() {
     const volatile TileCounts& counts = memory.counts[group];
     return same_for_warp(counts.all);
@@ -399,7 +403,8 @@ struct Consumer {
 
   __device__ __forceinline__ void run(uint32_t turn) {
     wait_for_phase(&memory.q_full[group], turn % 2);
-    const int masked = this->masked();
+    const volatile TileCounts& counts = memory.counts[group];
+    const int masked = same_for_warp(counts.masked);
     if (masked > 0) find_lines<QueryRows>(p, at, memory.lines[group]);
     int n = 0;
     while (n < masked && is_late()) pass_by(), ++n;

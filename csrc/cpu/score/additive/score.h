@@ -71,7 +71,6 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     return false;
   }
 
-  static constexpr bool kHasSlots = true;
   static int64_t query_bytes(const AttentionParams& p) { return 4 * p.D; }
   void use_slot(int64_t slot) { slot_ = slots_ + slot; }
 
@@ -359,16 +358,9 @@ class AdditiveScore : public FixedTile<64, kWidth == 16 ? 128 : 64> {
     const Terms& terms = this->terms();
     const float* const e = slot_->e + i * terms.all;
     const KeyPanels keys = {keys_, dims_ * kWidth};
-    const int64_t rows = min64(kPanelRows, slot_->rows - i);
-    int64_t r = 0;
-    const auto take = [&](auto count) {
+    in_row_blocks<8>(min64(kPanelRows, slot_->rows - i), [&](int64_t r, auto count) {
       score_rows<kRange, count>(terms, e + r, keys, columns, s + r * kBlockN, kBlockN);
-      r += count;
-    };
-    while (rows - r >= 8) take(std::integral_constant<int, 8>{});
-    if (rows & 4) take(std::integral_constant<int, 4>{});
-    if (rows & 2) take(std::integral_constant<int, 2>{});
-    if (rows & 1) take(std::integral_constant<int, 1>{});
+    });
   }
 
   float grad_unit() const {

@@ -54,7 +54,7 @@ class AmxDotScore : public ScoreDefaults {
     if (backward_) keys_.pack<Depth::kRows, Side::kRight>(k_rows_);
   }
 
-  static constexpr bool kCanNarrow = true, kHasSlots = true, kHasStrips = kTilesHaveStrips;
+  static constexpr bool kCanNarrow = true, kHasStrips = kTilesHaveStrips;
   void use_keys(int64_t cols) { cols_ = cols; }
   static int64_t query_bytes(const AttentionParams& p) {
     return 2 * parts_of(form_of(p.q.dtype)) * p.D;
