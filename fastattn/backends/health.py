@@ -127,7 +127,9 @@ def must_wait() -> bool:
     mode of fake tensors does not expect.
     """
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return fake is not None or torch.compiler.is_compiling() or _captures()
+    # torch 2.11 says in no function that is traced as a constant that it compiles.
+    traces = torch._guards.TracingContext.try_get() is not None
+    return fake is not None or traces or torch.compiler.is_compiling() or _captures()
 
 
 def _captures() -> bool:
