@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._guards import TracingContext
 
 from fastattn import cache_file
 from fastattn.backends import cuda, operators, triton
@@ -128,7 +129,7 @@ def must_wait() -> bool:
     """
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     # torch 2.11 says in no function that is traced as a constant that it compiles.
-    traces = torch._guards.TracingContext.try_get() is not None
+    traces = TracingContext.try_get() is not None
     return fake is not None or traces or torch.compiler.is_compiling() or _captures()
 
 

@@ -202,7 +202,7 @@ def attend(
         moves["weights"] = weights, ways
     if p.weights == "mean":
         share = weights[:, None].to(p.acc_dtype) * ((own[1] - own[0]) / p.H)  # rounded once
-        moves["weights"] = share, to_all[::-1]
+        moves["weights"] = share, (to_all[1], to_all[0])
     tensors, of_tensors = zip(*moves.values(), strict=True)
     found: Any = Move.apply(list(of_tensors), *tensors)
     moved = dict(zip(moves, found, strict=True))
