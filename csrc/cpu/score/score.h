@@ -59,7 +59,7 @@
 //     static constexpr bool kCanNarrow = true;
 //     void use_keys(int64_t cols);
 //
-//     // The constructor says how many blocks of queries stay loaded: one of Way::kOneQuery.
+//     // The constructor says how many blocks of queries stay loaded; Way::kOneQuery has one.
 //     // load_queries() and scores() use the current slot, at first 0. The forward pass takes all
 //     // slots through each block of keys. query_bytes(): the memory of a query in a slot.
 //     void use_slot(int64_t slot);
