@@ -57,10 +57,10 @@ def innermost_loops(sass: str) -> list[Counter]:
 
 
 def paired_loops(sass: str, gradients: bool = False) -> list[dict[str, int]]:
-    """The additive score's loops over pairs of dims: reciprocals, no exponentials, no stores.
+    """The additive score's loops over pairs of dims: reciprocals, no exponentials.
 
-    Those that add up ``gradients`` store, and are longer. Per iteration: {"slots": issue slots,
-    "mufu": special functions, "local": spills}.
+    Loops that add up ``gradients`` store, and are longer. Those of scores store nothing. Per
+    iteration: {"slots": issue slots, "mufu": special functions, "local": spills}.
     """
     return [
         {"slots": loop.total(), "mufu": _count(loop, "MUFU"), "local": _count(loop, "LDL", "STL")}

@@ -128,7 +128,7 @@ def must_wait() -> bool:
     mode of fake tensors does not expect.
     """
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    # torch 2.11 says in no function that is traced as a constant that it compiles.
+    # In functions that are traced as constants, torch 2.11 says that nothing compiles.
     traces = TracingContext.try_get() is not None
     return fake is not None or traces or torch.compiler.is_compiling() or _captures()
 

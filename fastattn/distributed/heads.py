@@ -174,7 +174,7 @@ def attend(
     p, rows, group = plan.p, plan.layout, plan.group
     queries, keys = heads_of_ranks(p.H, p.Hkv, group.size)
     own = queries[group.rank]
-    to_all: Ways = (  # rows, dim 2, and back to the sum over ranks of this rank's rows
+    to_all: Ways = (  # the rows of all ranks, dim 2; back, this rank's rows of the sum over ranks
         lambda x: comm.gather_rows(x, rows, group),
         lambda x: comm.scatter_sum(x, rows, group),
     )

@@ -304,6 +304,13 @@ class TestOneOperator:
                 torch.testing.assert_close(module(x, x, x), want)
         assert not operator_calls
 
+    @pytest.mark.parametrize("name", ["bias_k", "bias_v"])
+    def test_one_more_key_without_its_value(self, module, x, operator_calls, name):
+        setattr(module, name, nn.Parameter(torch.zeros(1, 1, 8)))
+        with torch.no_grad(), pytest.raises(AssertionError, match=f"{name} is set but bias_"):
+            module(x, x, x)
+        assert not operator_calls
+
     def test_errors_are_those_of_torch(self, module, x, operator_calls):
         module.out_proj.bias = nn.Parameter(torch.zeros(8).double())
         for y in (x, x.double(), x.to("meta")):

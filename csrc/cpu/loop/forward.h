@@ -239,6 +239,7 @@ class ForwardWorker {
     score_.use_keys(used);
     values_.use_keys(used);
     choose_form(score_, values_, mask_);
+    // Keys that are read where they lie have no strips, nor have values that are summed by row.
     if (Score::kHasStrips && args_.path.way != Way::kRowsInPlace && !args_.path.values_by_row)
       mask_.find_strips();
     scores_of(score_, args_.units, mask_, m.rows, used, s_, tile_.n);

@@ -19,9 +19,8 @@ FASTATTN_FN int64_t key_marks(const AttentionParams& p) { return p.B * p.Hkv * (
 int64_t wgmma_backward_bytes(const BackwardParams& p);
 
 // Writes the gradients of q, k and v, and the marks. delta is in the workspace, and `memory` is the
-// part of it for wgmma_backward_bytes(). Returns false, and writes nothing, where that of
-// forward_wgmma.h does. A tensor map must describe the gradient of the output as well, and there
-// must be no curve.
+// part of it for wgmma_backward_bytes(). Returns false, and writes nothing, where launch_wgmma() of
+// forward_wgmma.h does, under a curve, and where no tensor map describes the output's gradient.
 bool launch_wgmma(const BackwardParams& p, const Spans& spans, const GradMarks& marks, void* memory,
                   Launcher& launcher);
 

@@ -99,7 +99,9 @@ def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...] | No
         return None
     if found[0].shape[:1] != (3 * module.embed_dim,):
         return None
-    return None if projection.extra_keys(module) else found
+    if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+        return None  # one bias without the other is an error of torch's
+    return found
 
 
 def _is_of(bias: Tensor | None, weight: Any) -> bool:
