@@ -25,7 +25,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt long_context
 
 .PHONY: help test test-fast test-distributed test-kernels test-schedules test-integrations fuzz
-.PHONY: test-unit test-aarch64 sanitize-cpu sanitize-threads bench bench-models bench-modules bench-extras bench-peers
+.PHONY: test-isas test-aarch64 sanitize-cpu sanitize-threads bench bench-models bench-modules bench-extras bench-peers
 .PHONY: bench-scaling bench-distributed bench-host bench-compare
 .PHONY: gpu-test gpu-bench gpu-sanitize lint format build clean docs wheel
 .PHONY: $(EXAMPLES:%=example-%)
@@ -38,7 +38,7 @@ help:
 	@echo "make test-kernels  of these, the Triton kernels: interpreted, and compiled ahead of time"
 	@echo "make test-schedules  of these, the asynchronous CUDA kernels in 32 schedules and with planted mistakes"
 	@echo "make test-integrations  fastattn in models of transformers, timm, diffusers and others, and in ONNX Runtime"
-	@echo "make test-unit  the kernels of AMX on a CPU with AVX512-BF16 alone: the matrix unit in software"
+	@echo "make test-isas  the CPU kernels of AVX-512 and AMX where the CPU lacks them: in software"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
 	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
 	@echo "make sanitize-threads  likewise under ThreadSanitizer, over the small cases of the grid"
@@ -117,20 +117,21 @@ fuzz: build
 test-aarch64: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/driver/grid.py -q $(call PARALLEL,load) $(ARGS)
 
-# The kernels for AMX where there is none: the unit's instructions in software, all else with AVX-512.
-# With AMX, `make test` has these tests: those of every instruction set, and those of the widest.
-# -k knows folders, names and markers.
-UNIT := build/unit
-ON_UNIT = OMP_NUM_THREADS=1 FASTATTN_EXTENSION="$(CURDIR)/$(UNIT)/_C.abi3.so" $(PY)
-test-unit: $(READY)
-ifeq ($(shell grep -qw avx512_bf16 /proc/cpuinfo && ! grep -qw amx_bf16 /proc/cpuinfo && echo yes),yes)
-	CXXFLAGS="-DFASTATTN_UNIT_IN_SOFTWARE -Itests/cpu/unit -mno-avx512fp16" FASTATTN_CPU_ISAS=amx,amx_fp16 \
-	  $(PY) setup.py extension $(UNIT)
-	FASTATTN_CPU_ISA=amx $(ON_UNIT) -m pytest tests -q $(call PARALLEL,load) \
-	  -k "amx and not cpuid or contract and not gpu and not slow and not triton" $(ARGS)
+# The kernels of AVX-512 and AMX where the CPU lacks either: these instructions in software. Where it
+# has them, `make test` has these tests: those of every instruction set, and those of the widest. -k
+# knows folders, names and markers.
+ifeq ($(shell grep -qw avx512_bf16 /proc/cpuinfo && echo yes),yes)
+LACKED := amx amx_fp16
+IN_SOFTWARE := -DFASTATTN_IN_SOFTWARE -mno-avx512fp16
 else
-	@echo "make test-unit: nothing to do. It is for CPUs with AVX512-BF16 and without AMX."
+LACKED := avx512 avx512_bf16 amx amx_fp16
+IN_SOFTWARE := -include tests/cpu/software/avx512.h -mno-avx512f -Wno-psabi
 endif
+test-isas: $(READY)
+	CXXFLAGS="$(IN_SOFTWARE) -Itests/cpu/software" FASTATTN_CPU_ISAS="$(LACKED)" $(PY) setup.py extension build/software
+	OMP_NUM_THREADS=1 FASTATTN_EXTENSION="$(CURDIR)/build/software/_C.abi3.so" FASTATTN_CPU_ISA=amx \
+	  $(PY) -m pytest tests -q $(call PARALLEL,load) \
+	  -k "($(firstword $(LACKED)) or amx) and not cpuid or contract and not gpu and not slow and not triton" $(ARGS)
 
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \

@@ -79,8 +79,7 @@ bool always() { return true; }
   return has_avx512_bf16() && __builtin_cpu_is("amd");
 }
 #endif
-#ifdef FASTATTN_UNIT_IN_SOFTWARE
-// What the vectors beside it need.
+#ifdef FASTATTN_IN_SOFTWARE
 bool has_amx() { return has_avx512_bf16(); }
 bool has_amx_fp16() { return has_amx(); }
 bool runs_amx_fp16() { return has_amx(); }

@@ -2,8 +2,7 @@
 //
 // They are written as assembly: a register of an intrinsic must be a literal. Compilers know the
 // product of fp16 tiles only from GCC 13 and Clang 16 on, and assemblers from binutils 2.40 on.
-// FASTATTN_UNIT_IN_SOFTWARE takes their meaning in C++ instead, from
-// tests/cpu/unit/software_unit.h.
+// FASTATTN_IN_SOFTWARE takes their meaning in C++ instead, from tests/cpu/software/matrix_unit.h.
 //
 // Intel, "64 and IA-32 Architectures Software Developer's Manual", volume 2, TDPBF16PS, TDPFP16PS.
 #pragma once
@@ -30,9 +29,9 @@ static_assert(sizeof(UnitConfiguration) == 64, "fixed by the instruction set");
 #ifdef __AMX_BF16__
 constexpr bool kHasTiles = true;
 
-#ifdef FASTATTN_UNIT_IN_SOFTWARE
+#ifdef FASTATTN_IN_SOFTWARE
 }  // namespace fastattn::FASTATTN_ISA
-#include <software_unit.h>
+#include <matrix_unit.h>
 namespace fastattn::FASTATTN_ISA {
 #else
 FASTATTN_SIMD void configure_unit(const UnitConfiguration& all) {

@@ -35,8 +35,10 @@
 #endif
 
 namespace fastattn::FASTATTN_ISA {
+#ifndef FASTATTN_SIMD
 #define FASTATTN_SIMD static inline __attribute__((always_inline, unused))
 #define FASTATTN_MEMBER inline __attribute__((always_inline))
+#endif
 
 constexpr int kWidth = FASTATTN_VECTOR_WIDTH;  // floats in a vector
 // The number of vector registers decides the shape of register tiles.

@@ -1,6 +1,5 @@
 // The matrix unit's instructions in C++, as Intel's manual gives their meaning: csrc/cpu/base/
-// matrix_unit.h includes this file where FASTATTN_UNIT_IN_SOFTWARE is defined. Vectors are the
-// processor's own, so it must have AVX-512.
+// matrix_unit.h includes this file where FASTATTN_IN_SOFTWARE is defined.
 //
 // A mistake ends the process: a register of a thread that did not configure the unit, or one that
 // was not written since.
@@ -14,19 +13,19 @@ namespace fastattn::FASTATTN_ISA {
 struct SoftwareUnit {
   bool configured = false;
   bool written[8] = {};
-  __m512i rows[8][16];
+  VecU rows[8][16];
 
   void must(bool holds, const char* what) const {
     if (holds) return;
     std::fprintf(stderr, "the matrix unit in software: %s\n", what);
     std::abort();
   }
-  const __m512i* read(int tile) const {
+  const VecU* read(int tile) const {
     must(configured, "not configured");
     must(written[tile], "a register is read that nothing wrote");
     return rows[tile];
   }
-  __m512i* write(int tile) {
+  VecU* write(int tile) {
     must(configured, "not configured");
     written[tile] = true;
     return rows[tile];
@@ -45,45 +44,45 @@ static inline void release_unit() { software_unit = {}; }
 
 template <int kTile>
 static inline void zero_tile() {
-  __m512i* const tile = software_unit.write(kTile);
-  for (int r = 0; r < 16; ++r) tile[r] = _mm512_setzero_si512();
+  VecU* const tile = software_unit.write(kTile);
+  for (int r = 0; r < 16; ++r) tile[r] = VecU{};
 }
 template <int kTile>
 static inline void load_tile(const void* from, int64_t stride) {
-  __m512i* const tile = software_unit.write(kTile);
+  VecU* const tile = software_unit.write(kTile);
   for (int r = 0; r < 16; ++r)
-    tile[r] = _mm512_loadu_si512(static_cast<const char*>(from) + r * stride);
+    tile[r] = load_lanes<VecU>(static_cast<const char*>(from) + r * stride);
 }
 template <int kTile>
 static inline void store_tile(void* to, int64_t stride) {
-  const __m512i* const tile = software_unit.read(kTile);
-  for (int r = 0; r < 16; ++r) _mm512_storeu_si512(static_cast<char*>(to) + r * stride, tile[r]);
+  const VecU* const tile = software_unit.read(kTile);
+  for (int r = 0; r < 16; ++r)
+    std::memcpy(static_cast<char*>(to) + r * stride, &tile[r], sizeof(VecU));
 }
 
 // The first or the second 16-bit number of each word.
 template <bool kFp16, bool kSecond>
-static inline __m512 numbers_of(__m512i words) {
-  const __m512i high = kSecond ? words : _mm512_maskz_slli_epi32(0xffff, words, 16);
-  if constexpr (!kFp16) return (__m512)_mm512_and_si512(high, _mm512_set1_epi32(~0xffff));
-  const __m256i halves = _mm512_maskz_cvtepi32_epi16(0xffff, _mm512_maskz_srli_epi32(0xffff, high, 16));
-  return _mm512_maskz_cvtph_ps(0xffff, halves);
+static inline Vec numbers_of(VecU words) {
+  const VecU high = kSecond ? words : words << 16;
+  if constexpr (!kFp16) return (Vec)(high & 0xffff0000u);
+  const auto halves = __builtin_convertvector(high >> 16, VecHalf);
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)halves);
 }
 
 // C += A B. Even and odd numbers have sums of their own, which are added at the end.
 template <bool kFp16>
-__attribute__((noinline)) static void multiply_rows(const __m512i* a, const __m512i* b,
-                                                    __m512i* c) {
-  __m512 even[16], odd[16];
+__attribute__((noinline)) static void multiply_rows(const VecU* a, const VecU* b, VecU* c) {
+  Vec even[16], odd[16];
   for (int k = 0; k < 16; ++k)
     even[k] = numbers_of<kFp16, false>(b[k]), odd[k] = numbers_of<kFp16, true>(b[k]);
   for (int m = 0; m < 16; ++m) {
-    __m512 sums[2] = {};
+    Vec sums[2] = {};
     for (int k = 0; k < 16; ++k) {
-      const __m512i left = _mm512_set1_epi32(((const int32_t*)&a[m])[k]);
-      sums[0] = _mm512_fmadd_ps(numbers_of<kFp16, false>(left), even[k], sums[0]);
-      sums[1] = _mm512_fmadd_ps(numbers_of<kFp16, true>(left), odd[k], sums[1]);
+      const VecU left = splat_u(a[m][k]);
+      sums[0] = multiply_add(numbers_of<kFp16, false>(left), even[k], sums[0]);
+      sums[1] = multiply_add(numbers_of<kFp16, true>(left), odd[k], sums[1]);
     }
-    c[m] = (__m512i)((__m512)c[m] + (sums[0] + sums[1]));
+    c[m] = (VecU)((Vec)c[m] + (sums[0] + sums[1]));
   }
 }
 
@@ -91,7 +90,7 @@ __attribute__((noinline)) static void multiply_rows(const __m512i* a, const __m5
 template <bool kFp16, int kC, int kA, int kB>
 static inline void multiply_tile_registers() {
   constexpr unsigned kFlushes = 0x9fc0;  // in both directions, rounds to nearest, never traps
-  const __m512i *const a = software_unit.read(kA), *const b = software_unit.read(kB);
+  const VecU *const a = software_unit.read(kA), *const b = software_unit.read(kB);
   software_unit.read(kC);
   const unsigned modes = _mm_getcsr();
   _mm_setcsr(kFlushes);
