@@ -78,26 +78,23 @@ def cpu_bytes(call: Callable[[], object]) -> int:
     after = _status()
     del result
     if not resets:  # the process is fresh, so its lifetime's peak is this call's
-        unit = 1 if sys.platform == "darwin" else 1024
-        return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before["peak"], 0)
+        return max(after["peak"] - before["peak"], 0)
     code = max(after["RssFile"] - before["RssFile"], 0)
     return max(after["VmHWM"] - before["VmRSS"] - code, 0)
 
 
 def _status() -> dict[str, int]:
-    """Bytes of this process: VmRSS (now), VmHWM (peak) and RssFile (mapped files)."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    sizes = {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    if os.path.exists("/proc/self/status"):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key in ("VmRSS", "VmHWM", "RssFile"):
-                sizes[key] = int(value.split()[0]) * 1024
+    """Bytes of this process: VmRSS (now), VmHWM (peak), RssFile (mapped files), peak (ever)."""
+    sizes = {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key in ("VmRSS", "VmHWM", "RssFile"):
+            sizes[key] = int(value.split()[0]) * 1024
     return sizes
 
 
 def _reset_peak() -> bool:
-    """Linux: resets VmHWM to the current memory. Returns whether that worked."""
+    """Resets VmHWM to the current memory. Returns whether that worked."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -127,10 +124,8 @@ def counting() -> Iterator[None]:
 
 
 def _set_malloc(values: dict[int, int], huge_pages: bool) -> None:
-    library = ctypes.CDLL(None)
-    if sys.platform == "linux":
-        PR_SET_THP_DISABLE = 41
-        library.prctl(PR_SET_THP_DISABLE, int(not huge_pages), 0, 0, 0)
+    library, PR_SET_THP_DISABLE = ctypes.CDLL(None), 41
+    library.prctl(PR_SET_THP_DISABLE, int(not huge_pages), 0, 0, 0)
     if hasattr(library, "mallopt"):
         for name, value in values.items():
             library.mallopt(name, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -58,8 +57,7 @@ def _start(size: int, *call: Any) -> list:
 def _main(kind: str, threads: int, function: Callable, args: tuple) -> Any:
     end_with_parent()
     torch.set_num_threads(threads)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a name of this host may lead nowhere
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a name of this host may lead nowhere
     device = torch.device(kind)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
