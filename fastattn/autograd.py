@@ -54,7 +54,7 @@ def attend(
         tensors = distinct(q, k, v, *beside)
     elif levels("Jvp") > 1:  # torch drops the tangents that a Function's own tangents have
         with arguments.no_autocast(p.device.type):
-            out, lse, weights = reference.forward(p, q, k, v, w, bias, sink)
+            out, lse, weights, _ = reference.forward(p, q, k, v, w, bias, sink)
         return laid_out(q, out.to(p.result_dtype)), lse, weights.to(p.dtype)
     else:
         tensors = q, k, v, *map(that_autograd_saves, beside)
@@ -306,7 +306,7 @@ class ForwardMode(AttentionFunction):
     def jvp(ctx: Any, _backend: None, _p: None, *tangents: Tensor | None) -> tuple:
         inputs, own, _ = _parts(ctx.saved_tensors)
         p = ctx.p.with_tensors(*own)
-        out, lse, weights = _reference_jvp(reference.forward, p, inputs, tangents[:_INPUTS])
+        out, lse, weights, _ = _reference_jvp(reference.forward, p, inputs, tangents[:_INPUTS])
         # The layout and dtype of the primal output, as forward mode wants a tangent to have.
         out = laid_out(inputs[0], out.to(p.dtype))
         return out, lse, None if p.weights == "none" else weights.to(p.dtype), None

@@ -37,7 +37,7 @@ def forward(
     cuts = _cuts(p, q)
     with arguments.no_autocast(p.device.type):
         if len(cuts) == 1:
-            out, lse, weights, stats = reference.forward_with_stats(p, q, k, v, w, bias, sink)
+            out, lse, weights, stats = reference.forward(p, q, k, v, w, bias, sink)
             out = laid_out(q, out.to(p.result_dtype))
             # No result is a view: torch refuses in-place work on views that a Function returns.
             return out.detach(), lse.detach(), weights.to(p.dtype), stats
@@ -46,7 +46,7 @@ def forward(
         weights = q.new_zeros(p.weights_shape())
         for cut, block, tensors in blocks.each(p, cuts, q, k, v, w, bias):
             own = None if sink is None else blocks.of_heads(sink, cut)
-            part = reference.forward_with_stats(block, *tensors, sink=own)
+            part = reference.forward(block, *tensors, sink=own)
             for whole, x in ((out, part[0]), (lse, part[1]), (stats, part[3])):
                 blocks.rows_of(whole, cut).copy_(x)
             if p.weights != "none":

@@ -36,24 +36,12 @@ def forward(
     w: Tensor | None,
     bias: Tensor | None,
     sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out ``[B, H, M, E]``, lse ``[B, H, M]``, weights) in ``p.acc_dtype``.
-
-    ``sink`` ``[H]`` or ``[B, H]``: a logit of every row that has no value.
-    """
-    return forward_with_stats(p, q, k, v, w, bias, sink)[:3]
-
-
-def forward_with_stats(
-    p: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, and what :func:`probabilities` says of rows."""
+    """(out ``[B, H, M, E]``, lse ``[B, H, M]``, weights, stats) in ``p.acc_dtype``.
+
+    ``sink`` ``[H]`` or ``[B, H]``: a logit of every row that has no value. The stats are those of
+    :func:`probabilities`.
+    """
     q, k, v, w, bias, sink = _upcast(p, q, k, v, w, bias, sink)
     kept = kept_pairs(p, bias)
     q, k, v = _blank_unused(p, q, k, v, kept)

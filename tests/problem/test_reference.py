@@ -57,7 +57,7 @@ scores = pytest.mark.parametrize("score", ["dot", "additive"])
 @scores
 def test_backward_is_the_gradient_of_forward(score, name):
     p, tensors = build(score, name)
-    out, lse, weights = reference.forward(p, *tensors)
+    out, lse, weights, _ = reference.forward(p, *tensors)
     grads = [torch.randn_like(out), torch.randn_like(lse)]
     grads.append(None if p.weights == "none" else torch.randn_like(weights))
     outputs = [(x, g) for x, g in zip((out, lse, weights), grads, strict=True) if g is not None]
@@ -81,7 +81,7 @@ def test_forward_passes_gradcheck(score, name):
 
     def call(*leaves):
         leaves = iter(leaves)
-        out, lse, weights = reference.forward(
+        out, lse, weights, _ = reference.forward(
             p, *(None if t is None else next(leaves) for t in tensors)
         )
         return out, torch.where(lse.isinf(), 0.0, lse), weights.sum(-1)
@@ -103,14 +103,14 @@ def test_forward_passes_gradcheck(score, name):
 def test_dot_agrees_with_torch(options):
     q, k, v = (torch.randn(2, 4, n, 3, dtype=torch.float64) for n in (5, 7, 7))
     built = validate.build("dot", q, k, v, **options)
-    out, _, _ = reference.forward(*built[:6])
+    out, *_ = reference.forward(*built[:6])
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, **options))
 
 
 def test_additive_agrees_with_loops():
     q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64) for n in (4, 5, 5))
     w = torch.randn(2, 3, dtype=torch.float64)
-    out, lse, weights = reference.forward(
+    out, lse, weights, _ = reference.forward(
         *validate.build("additive", q, k, v, w, return_weights="full")[:6]
     )
     for h in range(2):
@@ -132,7 +132,7 @@ def test_lse_is_that_of_the_masked_scores():
         torch.randn(1, 1, 6, 3, dtype=torch.float64),
     )
     built = validate.build("dot", q, k, k, mask=Mask(causal="top_left"), scale=1.0)
-    _, lse, _ = reference.forward(*built[:6])
+    _, lse, *_ = reference.forward(*built[:6])
     expected = [torch.logsumexp(q[0, 0, i] @ k[0, 0, : i + 1].T, -1) for i in range(4)]
     torch.testing.assert_close(lse[0, 0], torch.stack(expected))
 
@@ -140,7 +140,7 @@ def test_lse_is_that_of_the_masked_scores():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_computes_in_the_accumulation_type(dtype):
     p, tensors = build("dot", "bias", dtype)
-    out, lse, _ = reference.forward(p, *tensors)
+    out, lse, *_ = reference.forward(p, *tensors)
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
     grads = reference.backward(p, *tensors, torch.ones_like(out))
     assert {out.dtype, lse.dtype, *(g.dtype for g in grads if g is not None)} == {wanted}
