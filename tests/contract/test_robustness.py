@@ -21,11 +21,11 @@ scores = pytest.mark.parametrize("score", SCORES)
 SIZES = dict(B=3, H=4, Hkv=2, M=67, N=130, D=24, E=20)
 
 
-def options(B=3, M=67, N=130, **_):
+def options(dtype=torch.float32):
     rng = torch.Generator().manual_seed(7)
     return dict(
-        bias=torch.randn(4, M, N, generator=rng),
-        mask=Mask("bottom_right", (80, -1), torch.randint(0, N + 1, (B,), generator=rng)),
+        bias=torch.randn(4, 67, 130, generator=rng).to(dtype),
+        mask=Mask("bottom_right", (80, -1), torch.randint(0, 131, (3,), generator=rng)),
         dropout_p=0.2,
         seed=3,
     )
@@ -39,60 +39,31 @@ def test_a_rerun_gives_the_same_bits(backend, score):
         assert_same_bits(everything(call, backend=backend, **options()), first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# Sizes and options of what threads share in ways of its own: sums in a fixed order, blocks of
+# queries that have fewer keys than others of a task, chunks of keys, heads that share keys.
+FEWER = Mask(kv_len=torch.tensor([64, 256], dtype=torch.int32).repeat_interleave(256)[None])
+SHARED = {
+    "sums": (SIZES, options()),
+    "sums, half": (dict(SIZES, dtype=torch.bfloat16), options(torch.bfloat16)),
+    "fewer keys": (dict(B=1, H=4, M=512, N=256), dict(mask=FEWER)),
+    "decoding": (dict(B=1, H=6, M=1, N=2600), {}),
+    "decoding, one head": (dict(B=1, H=1, M=4, N=3000), {}),
+    "shared keys": (dict(B=1, H=12, Hkv=1, M=5, N=300), dict(is_causal=True)),
+    "shared keys, tiles": (dict(B=1, H=12, Hkv=1, M=20, N=300), dict(is_causal=True)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
 @scores
-def test_the_number_of_threads_changes_no_bit(extension, set_threads, score, dtype):
-    """Gradients of shared keys, weights and biases are summed in a fixed order."""
-    call = inputs(score, **SIZES, dtype=dtype)
-    more = options()
-    more["bias"] = more["bias"].to(dtype)
-    found = []
-    for n in (1, 2, 4):
+def test_the_number_of_threads_changes_no_bit(extension, set_threads, score, name):
+    sizes, more = SHARED[name]
+    call, found = inputs(score, **dict(D=24, E=20) | sizes), []
+    for n in (1, 2, 3, 4, 7):
         set_threads(n)
-        found.append(everything(call, backend="cpu", **more))
-    assert_same_bits(found[0], found[1])
-    assert_same_bits(found[0], found[2])
-
-
-def test_the_number_of_threads_changes_no_bit_of_rows_with_fewer_keys(extension, set_threads):
-    """Whole blocks of queries have fewer keys than other blocks of the same task."""
-    call = inputs(B=1, H=4, M=512, N=256, D=24, E=20)
-    kv_len = torch.tensor([64, 256], dtype=torch.int32).repeat_interleave(256)[None]
-    found = []
-    for n in (1, 2, 4):
-        set_threads(n)
-        found.append(everything(call, backend="cpu", mask=Mask(kv_len=kv_len)))
-    assert_same_bits(found[0], found[1])
-    assert_same_bits(found[0], found[2])
-
-
-@pytest.mark.parametrize("sizes", [(6, 1, 2600), (1, 4, 3000)], ids=str)
-@scores
-def test_the_number_of_threads_changes_no_bit_of_decoding(extension, set_threads, score, sizes):
-    """With enough work for other threads."""
-    H, M, N = sizes
-    call = inputs(score, B=1, H=H, M=M, N=N, D=24, E=20)
-    found = []
-    for n in (1, 2, 4):
-        set_threads(n)
-        found.append(everything(call, backend="cpu"))
-    assert_same_bits(found[0], found[1])
-    assert_same_bits(found[0], found[2])
-
-
-@pytest.mark.parametrize("M", [5, 20])
-@scores
-def test_the_number_of_threads_changes_no_bit_of_heads_that_share_keys(
-    extension, set_threads, score, M
-):
-    """A task takes as many of them as leave work for all threads."""
-    call = inputs(score, B=1, H=12, Hkv=1, M=M, N=300, D=24, E=20)
-    found = []
-    for n in (1, 2, 3, 7):
-        set_threads(n)
-        found.append(attend(**call, is_causal=True, return_lse=True, backend="cpu"))
+        plain = attend(**call, **more, backend="cpu")
+        found.append(everything(call, backend="cpu", **more) | {"plain": plain})
     for results in found[1:]:
-        assert all(map(torch.equal, results, found[0]))
+        assert_same_bits(results, found[0])
 
 
 @pytest.mark.parametrize("sizes", [(67, 130), (1, 2600), (130, 20), (1, 7)], ids=str)
