@@ -151,7 +151,7 @@ class _Record:
         self.refused: dict[str, str] = {}
         waiting = (m for m in module.modules() if isinstance(m, TORCH_ATTENTION))
         self.not_called = {id(m) for m in waiting}
-        self.running: list[nn.Module] = []
+        self.running: list[str] = []  # names of modules
         self.noted: list[bool] = []  # for each that runs, whether anything was
 
     @contextlib.contextmanager
@@ -171,26 +171,20 @@ class _Record:
         if not watch.by_this_thread():
             return
         self._file()
-        self.running.append(module)
+        self.running.append(self.names.get(id(module), type(module).__name__))
         self.noted.append(False)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if not watch.by_this_thread():
             return
         self._file()
-        name, noted = self._name(), self.noted.pop()
-        self.running.pop()
+        name, noted = self.running.pop(), self.noted.pop()
         if isinstance(module, TORCH_ATTENTION) and not noted:
             self.refused[name] = REPLACE if type(module) is TORCH_ATTENTION else OTHER
 
-    def _name(self) -> str:
-        """The name of the module that runs."""
-        module = self.running[-1] if self.running else None
-        return "" if module is None else self.names.get(id(module), type(module).__name__)
-
     def _file(self) -> None:
         """Files the notes since the last time under the module that runs."""
-        taken, name = self.notes.copy(), self._name()
+        taken, name = self.notes.copy(), self.running[-1] if self.running else ""
         self.notes.clear()
         if taken and self.noted:
             self.noted[-1] = True
