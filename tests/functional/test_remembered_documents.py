@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import spied
 
 import fastattn
 from fastattn.problem import intervals, jagged
@@ -13,14 +14,7 @@ T, H, D = 9, 2, 4
 def made(monkeypatch):
     """How often limits were made of offsets."""
     monkeypatch.setattr(jagged, "_made", ())
-    real, seen = intervals.documents, []
-
-    def documents(*args):
-        seen.append(args)
-        return real(*args)
-
-    monkeypatch.setattr(intervals, "documents", documents)
-    return seen
+    return spied(monkeypatch, intervals, "documents")
 
 
 def packed(grad=False):

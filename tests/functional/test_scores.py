@@ -19,8 +19,8 @@ def dot(q, k, **_):
     return q @ k.mT
 
 
-def cosine(q, k, scale=1.0, **_):
-    return q @ k.mT / (q.norm(dim=-1)[..., None] * k.norm(dim=-1)[..., None, :]) * scale
+def cosine(q, k, **_):
+    return q @ k.mT / (q.norm(dim=-1)[..., None] * k.norm(dim=-1)[..., None, :])
 
 
 def gaussian(q, k, bandwidth=1.0, **_):
@@ -118,15 +118,11 @@ def test_masks_and_bias(backend, score, naive):
     assert_score(score, backend, draw(), biased, keep=keep, more=options)
 
 
-def test_scaled_dot_takes_a_scale(backend):
-    assert_score("scaled_dot", backend, draw(), lambda q, k: 0.7 * (q @ k.mT), more=dict(scale=0.7))
-
-
-def test_cosine_takes_a_scale(backend):
-    def ten(q, k):
-        return cosine(q, k, scale=10.0)
-
-    assert_score("cosine", backend, draw(), ten, more=dict(scale=10.0))
+@pytest.mark.parametrize(
+    ("score", "naive", "scale"), [("scaled_dot", dot, 0.7), ("cosine", cosine, 10.0)]
+)
+def test_some_take_a_scale(backend, score, naive, scale):
+    assert_score(score, backend, draw(), lambda q, k: naive(q, k) * scale, more=dict(scale=scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
