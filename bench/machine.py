@@ -24,13 +24,13 @@ def describe(used: str | torch.device) -> dict:
     device = torch.device(used)
     about = {
         "device": device.type,
-        "device_name": _device_name(device),
+        "device_name": doctor.processor(),
         "cpu": doctor.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),  # of the last minute, before the run
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
-        "fastattn_isa": _our_isa(),
+        "fastattn_isa": None if operators.EXTENSION_ERROR else torch.ops.fastattn.cpu_isa(),
         "extension": operators.EXTENSION_ERROR or "loaded",
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
@@ -66,18 +66,10 @@ def free_bytes() -> float:
     return next((1024.0 * int(x.split()[1]) for x in lines if x[:13] == "MemAvailable:"), math.inf)
 
 
-def _device_name(device: torch.device) -> str:
-    on_gpu = device.type == "cuda"
-    return torch.cuda.get_device_name(device) if on_gpu else doctor.processor()
-
-
 def _gpu(device: torch.device) -> dict:
-    capability = torch.cuda.get_device_capability(device)
-    return {"cuda": torch.version.cuda, "capability": ".".join(map(str, capability))}
-
-
-def _our_isa() -> str | None:
-    return torch.ops.fastattn.cpu_isa() if operators.EXTENSION_ERROR is None else None
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    joined = ".".join(map(str, capability))
+    return {"device_name": name, "cuda": torch.version.cuda, "capability": joined}
 
 
 def _git(*args: str) -> str | None:
