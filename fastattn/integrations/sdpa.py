@@ -92,20 +92,13 @@ class UseForSdpa(TorchFunctionMode):
         return (_SDPA if reason else scaled_dot_product_attention)(*args, **kwargs)
 
 
-def _with_globals(function: Any, **names: Any) -> Callable:
-    """A copy of a Python function that finds other things by these global names."""
-    # Without __name__, by which a tracer would look the names up in the module after all.
-    known = {name: x for name, x in function.__globals__.items() if name != "__name__"} | names
-    return types.FunctionType(function.__code__, known, function.__name__, function.__defaults__)
-
-
-def _never(tensors: Iterable[Tensor | None]) -> bool:
-    return False
-
-
-# Does not ask the mode first.
-_INSIDE_MULTI_HEAD = _with_globals(_MULTI_HEAD, has_torch_function=_never)
-
+# A copy that does not ask the mode first. Its globals are without __name__, by which a tracer would
+# look them up in torch's module after all.
+_GLOBALS = {name: x for name, x in _MULTI_HEAD.__globals__.items() if name != "__name__"}
+_GLOBALS["has_torch_function"] = lambda tensors: False
+_INSIDE_MULTI_HEAD = types.FunctionType(
+    _MULTI_HEAD.__code__, _GLOBALS, _MULTI_HEAD.__name__, _MULTI_HEAD.__defaults__
+)
 
 _NAMES = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
 

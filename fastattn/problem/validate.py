@@ -214,19 +214,15 @@ class Lead(NamedTuple):
     has_head_dim: bool
     hmn: tuple[int, int, int]
 
-    def _target(self) -> tuple[int, ...]:
-        H, M, N = self.hmn
-        return (*self.batch, H, M, N) if self.has_head_dim else (*self.batch, M, N)
-
     def to_4d(self, name: str, x: Tensor) -> Tensor:
         """[B|1, H|1, M|1, N|1]; what broadcasts stays so, except among several batch dims."""
-        target = self._target()
+        H, M, N = self.hmn
+        target = (*self.batch, H, M, N) if self.has_head_dim else (*self.batch, M, N)
         shape = (1,) * (len(target) - x.dim()) + tuple(x.shape)
         fits = len(shape) == len(target) and all(
             s == 1 or s == t for s, t in zip(shape, target, strict=True)
         )
         if not fits:
-            H, M, N = self.hmn
             hint = arguments.shape_hint(
                 name, x.shape, self.batch, H if self.has_head_dim else None, M, N
             )
