@@ -305,11 +305,6 @@ class Problem:
         """The dtype of the output, and of the gradients of q, k and v."""
         return self.acc_dtype if self.wide else self.dtype
 
-    @property
-    def dropout_p(self) -> float:
-        """Dropout probability, 0 without dropout."""
-        return 0.0 if self.dropout is None else self.dropout.p
-
     def weights_shape(self) -> tuple[int, ...]:
         """Shape of the weights that a backend returns; ``(0,)`` when none are wanted."""
         return weights_shape(self.weights, self.B, self.H, self.M, self.N)

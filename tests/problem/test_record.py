@@ -43,7 +43,7 @@ def test_record_travels_without_its_tensors():
     p = validate.build("dot", q, q, q, mask=mask, dropout_p=0.5, seed=7).p
     bare = p.with_tensors(*[None] * len(p.tensors()))
     assert set(bare.tensors()) == {None}
-    assert bare.dropout_p == 0.5
+    assert bare.dropout.p == 0.5
     again = bare.with_tensors(*p.tensors())
     assert str(again) == str(p)
     assert torch.equal(again.kept(), p.kept())

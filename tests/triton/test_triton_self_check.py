@@ -96,8 +96,8 @@ def test_a_check_has_the_configurations_of_its_calls(D, E, M):
             )
             for case in cases
         }  # fmt: skip
-        own = kind(bias, p.softcap, p.dropout_p, p.weights)
-        narrow = kind(bias and q.dtype, p.softcap, p.dropout_p, p.weights)
+        others = p.softcap, given.get("dropout_p", 0.0), p.weights
+        own, narrow = kind(bias, *others), kind(bias and q.dtype, *others)
         for rows in tables:
             row = rows[config.size_class(size)]
             found = {getattr(row, x) for x in kinds}
