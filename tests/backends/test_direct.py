@@ -4,8 +4,8 @@ import dataclasses
 import os
 import resource
 import sys
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -150,17 +150,12 @@ def test_threads(ordinary):
         want = [sdpa(*x) for x in inputs]
     known(*heads())
     ordinary.clear()
-    wrong = []
 
-    def work(n):
-        wrong.extend(n for _ in range(300) if not torch.equal(sdpa(*inputs[n]), want[n]))
+    def is_right(n):
+        return all(torch.equal(sdpa(*inputs[n]), want[n]) for _ in range(300))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert all(pool.map(is_right, range(len(inputs))))
     assert not ordinary
 
 

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import multiprocessing
 import resource
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,17 +114,12 @@ def test_uninitialised_memory_is_not_used(extension):
 def test_callers_in_several_threads(backend):
     call = inputs(**SIZES)
     expected = attend(**call, backend=backend)
-    found = [None] * 4
 
-    def work(n):
-        found[n] = [attend(**call, backend=backend) for _ in range(5)]
+    def is_right(_):
+        return torch.equal(attend(**call, backend=backend), expected)
 
-    workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert all(torch.equal(out, expected) for outs in found for out in outs)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(is_right, range(20)))
 
 
 # ---- fork ----

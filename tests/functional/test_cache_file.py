@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -28,11 +29,8 @@ def test_writers_that_come_together_lose_nothing():
         cache_file.update("a.json", changed)
 
     alone = threading.Event()  # never set
-    threads = [threading.Thread(target=write, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(write, names))
     assert sorted(cache_file.read("a.json")) == names
 
 

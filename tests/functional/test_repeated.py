@@ -3,8 +3,8 @@
 import dataclasses
 import gc
 import sys
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -353,19 +353,12 @@ def test_threads(ordinary):
     for _ in range(3):
         results(*inputs[0])
     ordinary.clear()
-    wrong = []
 
-    def work(n):
-        for _ in range(100):
-            got = results(*inputs[n])
-            wrong.extend(n for x, y in zip(got, want[n], strict=True) if not torch.equal(x, y))
+    def is_right(n):
+        return all(all(map(torch.equal, results(*inputs[n]), want[n])) for _ in range(100))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert all(pool.map(is_right, range(len(inputs))))
     assert not ordinary
 
 
