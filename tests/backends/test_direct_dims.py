@@ -1,9 +1,8 @@
 """Calls of any dims have the plans of four: each tensor is a view, as the ordinary way makes it."""
 
-import sys
-
 import pytest
 import torch
+from properties import repeated_calls
 from properties.repeated_calls import empty_table, pulled  # noqa: F401
 from torch.autograd import forward_ad
 
@@ -136,18 +135,12 @@ def test_a_limit_of_samples_and_limits_of_rows_look_alike():
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("lead", ["2", "3", "5"])
 def test_how_many_functions_of_python_a_new_length_takes(lead, grad):
-    """As many as a known length of four dims: tests/backends/test_direct.py, test_repeated.py."""
-    counted = []
-    for n in (4, 5, 5, 6):
-        x = torch.randn(*ALIKE[lead][0], n, 8, requires_grad=grad)
-        counted.clear()
-        sys.setprofile(lambda frame, kind, _: counted.append(frame) if kind == "call" else None)
-        try:
-            out = sdpa(x, x, x)
-            out.sum().backward() if grad else None
-        finally:
-            sys.setprofile(None)
-    assert 0 < len(counted) <= (31 if grad else 8)
+    """As many as a known length of four dims."""
+    *known, new = (torch.randn(*ALIKE[lead][0], n, 8, requires_grad=grad) for n in (4, 5, 5, 6))
+    for x in known:
+        out = sdpa(x, x, x)
+        out.sum().backward() if grad else None
+    repeated_calls.assert_few_functions_of_python(lambda: sdpa(new, new, new), grad)
 
 
 # ---- where somebody could tell ----

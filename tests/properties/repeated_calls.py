@@ -1,5 +1,7 @@
 """Calls that repeat: inputs, masks of every kind, and a table that knows none of them."""
 
+import sys
+
 import pytest
 import torch
 
@@ -44,3 +46,15 @@ def pulled(args, options, wanted, second=False):
     first = torch.autograd.grad(found, wanted, grads, create_graph=second)
     loss = sum(x.float().square().sum() for x in first) if second else None
     return [*found, *first, *(torch.autograd.grad(loss, wanted) if second else ())]
+
+
+def assert_few_functions_of_python(attend, grad=False) -> None:
+    """Of a call with a plan, and of the backward pass of its sum if ``grad``."""
+    names, most = [], 31 if grad else 8
+    sys.setprofile(lambda frame, kind, _: kind == "call" and names.append(frame.f_code.co_name))
+    try:
+        out = attend()
+        out.sum().backward() if grad else None
+    finally:
+        sys.setprofile(None)
+    assert 0 < len(names) - 1 <= most, "\n".join(names)  # 1: ``attend`` itself
