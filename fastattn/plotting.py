@@ -92,19 +92,17 @@ def plot_attention(
     font = _font([*(rows or ()), *(columns or ()), *(names or ()), title or ""])
     style = {"parse_math": False, **font}
     axes = list(figure.subplots(down, across, squeeze=False).flat)
-    image = None
     for n, axis in enumerate(axes):
         if n >= heads:
             axis.set_axis_off()
             continue
-        image = axis.imshow(panels[n].numpy(), aspect="auto", cmap="viridis", **options)
+        axis.imshow(panels[n].numpy(), aspect="auto", cmap="viridis", **options)
         _label(axis, rows, columns, style)
         if names is not None:
             axis.set_title(names[n], fontsize=9, **style)
     if title is not None:
         figure.suptitle(title, **style)
-    if image is not None:
-        figure.colorbar(image, ax=axes, shrink=0.8, label="weight")
+    figure.colorbar(axes[0].images[0], ax=axes, shrink=0.8, label="weight")
     return figure
 
 

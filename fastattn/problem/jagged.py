@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,16 +91,9 @@ def _listed(offsets: Any) -> Any:
     return offsets
 
 
-class _Made(NamedTuple):
-    """A mask, with a copy of the offsets and with what else it was made of."""
-
-    offsets: tuple[Tensor, ...]
-    others: tuple
-    mask: Mask
-
-
 _MOST_MADE, _MOST_ROWS = 8, 1 << 16  # masks, and rows of one, 8 bytes each
-_made: tuple[_Made, ...] = ()  # the newest first
+# (a copy of the offsets, what else a mask was made of, the mask), the newest first.
+_made: tuple[tuple[tuple[Tensor, ...], tuple, Mask], ...] = ()
 
 
 def remembered(
@@ -120,13 +113,13 @@ def remembered(
     if length > _MOST_ROWS:  # such a mask takes a small part of the time, and much memory
         return make()
     others = (length, *others, *ends, *((x.dtype, x.shape) for x in offsets))
-    for found in _made:
-        if found.others == others and all(map(torch.equal, found.offsets, offsets)):
-            return found.mask
+    for copies, besides, mask in _made:
+        if besides == others and all(map(torch.equal, copies, offsets)):
+            return mask
     with torch.inference_mode(False):  # autograd may save these later
         mask = make()
     copies = tuple(x.detach().clone() for x in offsets)
-    _made = (_Made(copies, others, mask), *_made[: _MOST_MADE - 1])
+    _made = ((copies, others, mask), *_made[: _MOST_MADE - 1])
     return mask
 
 
