@@ -150,7 +150,7 @@ def test_a_gpu_has_its_backends(name):
     assert registry.get(name).unsupported(p) == []
 
 
-def test_an_old_gpu_is_served_by_eager(monkeypatch, capability):
+def test_an_old_gpu_is_served_by_eager(capability):
     capability(7, 5)
     p = on_a_gpu(problem())
     assert registry.select(p) == "eager"
@@ -159,10 +159,8 @@ def test_an_old_gpu_is_served_by_eager(monkeypatch, capability):
     )
 
 
-def test_triton_is_preferred_for_the_dot_product_on_a_gpu_that_can(monkeypatch, capability):
+def test_triton_is_preferred_for_the_dot_product_on_a_gpu_that_can(capability):
     capability(9, 0)
-    monkeypatch.setattr(triton, "INSTALLED", True)
-    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
     half = on_a_gpu(problem(torch.float16))
     assert registry.select(half) == registry.select(on_a_gpu(problem())) == "triton"
     assert registry.select(on_a_gpu(problem(torch.float64))) == "eager"
@@ -171,10 +169,8 @@ def test_triton_is_preferred_for_the_dot_product_on_a_gpu_that_can(monkeypatch, 
                          f"  {registry.WHY['dot']}"]  # fmt: skip
 
 
-def test_cuda_is_preferred_for_the_additive_score(monkeypatch, capability):
+def test_cuda_is_preferred_for_the_additive_score(capability):
     capability(8, 0)
-    monkeypatch.setattr(triton, "INSTALLED", True)
-    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
     q = torch.zeros(1, 2, 17, 4)
     p = on_a_gpu(validate.build("additive", q, q, q, torch.zeros(2, 4)).p)
     assert registry.select(p) == "cuda"
@@ -185,8 +181,6 @@ def test_cuda_is_preferred_for_the_additive_score(monkeypatch, capability):
 @pytest.mark.parametrize("M", [1, 16])
 def test_gradients_of_few_additive_queries_come_from_triton(monkeypatch, capability, M):
     capability(8, 0)
-    monkeypatch.setattr(triton, "INSTALLED", True)
-    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
     q, k = torch.zeros(1, 2, M, 4), torch.zeros(1, 2, 40, 4)
     p = on_a_gpu(validate.build("additive", q, k, k, torch.zeros(2, 4)).p)
     assert registry.select(p) == "triton"
@@ -218,7 +212,6 @@ def test_odd_strides_change_nothing_for_few_additive_queries(monkeypatch, table)
 
 def test_cuda_says_what_it_cannot_do(monkeypatch, capability):
     capability(8, 0)
-    monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
     assert cuda.unsupported(on_a_gpu(problem(torch.float16))) == []
     capped = dataclasses.replace(problem(torch.float16), softcap=2.0)
     assert cuda.unsupported(on_a_gpu(capped)) == []
@@ -235,9 +228,11 @@ def test_cuda_says_what_it_cannot_do(monkeypatch, capability):
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Gives the GPU a compute capability, even without a GPU."""
+    """Gives the GPU a compute capability, and its backends, even without a GPU."""
 
     def pretend(*version):
+        monkeypatch.setattr(triton, "INSTALLED", True)
+        monkeypatch.setattr(cuda, "LIBRARY_ERROR", None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
         _gpu.capability_reasons.cache_clear()
 
