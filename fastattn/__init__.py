@@ -41,7 +41,8 @@ def _self_check(check: health.Check, device: torch.device) -> health.Verdict:
     from fastattn import self_check, watchdog
 
     # The kernels of this process may take warpgroups, which is not what other checks are about.
-    apart = check.backend == "cuda" and check != wgmma.CHECK and wgmma.may_run(device)
+    usual = check.backend == "cuda" and check != wgmma.CHECK
+    apart = usual and (wgmma.is_named() or wgmma.is_right(device))
     return watchdog.in_child(check, device) if apart else self_check.run(check, device)
 
 

@@ -165,8 +165,9 @@ def varlen_attention(
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if n is not None and not isinstance(n, Tensor):
             arguments.check_int(name, n, 0)
-    for name, x, layout in zip(NAMES, (query, key, value), LAYOUTS, strict=True):
-        _check_packed(name, x, layout)
+    _check_packed("query", query, "[T, H, D]")
+    _check_packed("key", key, "[S, Hkv, D]")
+    _check_packed("value", value, "[S, Hkv, E]")
     options["mask"] = _mask(query, key, cu_seqlens_q, cu_seqlens_k, is_causal, window)
     if isinstance(bias, relative.Relative):
         _check_same(cu_seqlens_q, cu_seqlens_k)
@@ -177,10 +178,6 @@ def varlen_attention(
     if isinstance(results, Tensor):
         return _packed(results)
     return (_packed(results[0]), *(x[0] for x in results[1:]))
-
-
-NAMES = "query", "key", "value"
-LAYOUTS = "[T, H, D]", "[S, Hkv, D]", "[S, Hkv, E]"
 
 
 def _packed(out: Tensor) -> Tensor:

@@ -100,11 +100,6 @@ def is_right(device: torch.device, may_check: bool = False) -> bool:
     return right
 
 
-def may_run(device: torch.device) -> bool:
-    """Whether the CUDA kernels of this process may take this path on a device."""
-    return is_named() or is_right(device)
-
-
 def suits(p: Problem) -> bool:
     """Whether this path can take calls without gradient, and is right on their device.
 
