@@ -224,7 +224,6 @@ def test_vmap():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
-@torch._dynamo.config.patch(specialize_float=True)  # else torch compiles everything twice
 def test_compiles_to_one_graph(dynamic):
     torch._dynamo.reset()
     table = TABLE.clone().requires_grad_()

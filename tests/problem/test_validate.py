@@ -128,6 +128,7 @@ BAD_OPTIONS = {
     "kv-len-negative": (kv_len(-1, 3), Value, r"mask.kv_len: .*\[0, 7\], got -1 to 3"),
     "kv-len-large": (kv_len(0, N + 1), Value, r"mask.kv_len: .*\[0, 7\], got 0 to 8"),
     "kv-len-float": (kv_len(1.0, 2.0, dtype=None), Type, r"mask.kv_len: expected dtype int32"),
+    "kv-len-bool": (kv_len(True, False, dtype=None), Type, r"mask.kv_len: expected dtype int32"),
     "kv-len-list": (dict(mask=Mask(kv_len=[1.0, 2.0])), Type, r"mask.kv_len: .* got torch.float32"),
     "kv-len-ragged": (dict(mask=Mask(kv_len=[[1], [1, 2]])), Value, r"mask.kv_len: .* of length 1"),
     "kv-len-int": (dict(mask=Mask(kv_len=3)), Type, r"kv_len: expected integers, .* got int"),
@@ -289,6 +290,11 @@ def test_bad_score(options, message):
 def test_additive_has_no_scale():
     with pytest.raises(TypeError, match="scale"):
         additive_attention(q(), k(), v(), x(D), scale=2.0)
+
+
+def test_explain_checks_its_arguments():
+    with pytest.raises(ValueError, match="same last dim"):
+        fastattn.explain(q(), x(B, H, N, D + 1), v())
 
 
 # ---- good calls ----
