@@ -22,10 +22,15 @@ class AmxDotScore : public ScoreDefaults {
         tile_(path.unit),
         backward_(backward),
         ld_(round_up(p.D, kEdge)),
-        slots_(scratch, p, slots, min64(p.M, tile_.m)),
+        slots_(scratch.of<Slot>(slots)),
+        slot_(slots_),
         keys_(scratch, tile_.n, p.D, p.q.dtype),
         k_(scratch, tile_.n, p.D, p.q.dtype),
         input_unit_(input_unit(p.q.dtype)) {
+    const int64_t rows = min64(p.M, tile_.m);
+    for (int64_t n = 0; n < slots; ++n)
+      new (slots_ + n)
+          Slot{AmxInput(scratch, rows, p.D, p.q.dtype), Operand(scratch, rows, p.D, p.q.dtype)};
     if (!backward) return;
     k_rows_ = Operand(scratch, p.D, tile_.n, p.q.dtype);
     q_columns_ = Operand(scratch, p.D, tile_.m, p.q.dtype);
@@ -59,12 +64,12 @@ class AmxDotScore : public ScoreDefaults {
   static int64_t query_bytes(const AttentionParams& p) {
     return 2 * parts_of(form_of(p.q.dtype)) * p.D;
   }
-  void use_slot(int64_t slot) { slots_.use(slot); }
+  void use_slot(int64_t slot) { slot_ = slots_ + slot; }
 
   void load_queries(int64_t b, int64_t h, int64_t i0, int64_t rows) {
-    AmxInput& queries = slots_.queries();
+    AmxInput& queries = slot_->queries;
     queries.load(matrix_at(p_.q, b, h, i0, rows, p_.D), sign_of(p_.scale) * input_unit_);
-    queries.pack<Depth::kCols, Side::kLeft>(slots_.q());
+    queries.pack<Depth::kCols, Side::kLeft>(slot_->q);
     if (backward_) queries.pack<Depth::kRows, Side::kLeft>(q_columns_);
   }
 
@@ -73,16 +78,16 @@ class AmxDotScore : public ScoreDefaults {
 
   // Whether some kept pair has a query or a key that does not fit.
   bool look_at(const MaskTile& mask) {
-    AmxInput& queries = slots_.queries();
+    AmxInput& queries = slot_->queries;
     if (!queries.outliers().any() && !keys_.outliers().any()) return false;
     return mask.keeps_any([&](int64_t i) { return queries.is_outlier(i); },
                           [&](int64_t j) { return keys_.is_outlier(j); });
   }
   void use_form(bool wide) {
-    AmxInput& queries = slots_.queries();
+    AmxInput& queries = slot_->queries;
     const Form form = wide ? wide_form_of(p_.q.dtype) : form_of(p_.q.dtype);
     keys_.pack_as<Depth::kCols, Side::kRight>(form, k_);
-    queries.pack_as<Depth::kCols, Side::kLeft>(form, slots_.q());
+    queries.pack_as<Depth::kCols, Side::kLeft>(form, slot_->q);
     if (!backward_) return;
     keys_.pack_as<Depth::kRows, Side::kRight>(form, k_rows_);
     queries.pack_as<Depth::kRows, Side::kLeft>(form, q_columns_);
@@ -94,7 +99,7 @@ class AmxDotScore : public ScoreDefaults {
 
   void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
                 double*) {
-    AmxInput& queries = slots_.queries();
+    AmxInput& queries = slot_->queries;
     const int64_t rows = queries.rows(), cols = cols_;
     const Matrix tile = {const_cast<float*>(ds), DType::kFloat32, 0, tile_.n, 1, rows, cols};
     if (!packed_) {
@@ -145,7 +150,7 @@ class AmxDotScore : public ScoreDefaults {
     if (packed) ds_outliers_.clear();
   }
   bool rows_apart() {
-    return keys_.outliers().any_apart() || slots_.queries().outliers().any_apart();
+    return keys_.outliers().any_apart() || slot_->queries.outliers().any_apart();
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
@@ -157,31 +162,15 @@ class AmxDotScore : public ScoreDefaults {
 
  private:
   void multiply(float* s, Lists lists) {
-    AmxInput& queries = slots_.queries();
-    multiply_tiles(slots_.q(), k_, queries.rows(), cols_, p_.D, false, s, tile_.n, lists);
+    AmxInput& queries = slot_->queries;
+    multiply_tiles(slot_->q, k_, queries.rows(), cols_, p_.D, false, s, tile_.n, lists);
     multiply_rows_apart(queries, keys_, cols_, s, tile_.n);
   }
 
-  // Blocks of queries that stay loaded side by side.
-  class Slots {
-   public:
-    Slots(Scratch& scratch, const AttentionParams& p, int64_t count, int64_t rows)
-        : list_(scratch.of<Slot>(count)) {
-      for (int64_t n = 0; n < count; ++n)
-        new (list_ + n)
-            Slot{AmxInput(scratch, rows, p.D, p.q.dtype), Operand(scratch, rows, p.D, p.q.dtype)};
-    }
-    void use(int64_t slot) { current_ = slot; }
-    AmxInput& queries() { return list_[current_].queries; }
-    Operand& q() { return list_[current_].q; }
-
-   private:
-    struct Slot {
-      AmxInput queries;
-      Operand q;
-    };
-    Slot* list_;
-    int64_t current_ = 0;
+  // A block of queries that stays loaded beside others.
+  struct Slot {
+    AmxInput queries;
+    Operand q;
   };
 
   MatrixUnit unit_;
@@ -189,7 +178,7 @@ class AmxDotScore : public ScoreDefaults {
   TileSize tile_;
   bool backward_;
   int64_t ld_, cols_ = 0;
-  Slots slots_;
+  Slot *slots_, *slot_;
   AmxInput keys_;
   Operand k_;         // of S = Q K^T
   float input_unit_;  // of Q and K
