@@ -1,9 +1,10 @@
-"""Runs the kernels on a GPU, or else in Triton's interpreter.
+"""Runs the kernels on a GPU, or else in Triton's interpreter, which then checks every address.
 
 Triton chooses when a kernel is defined, so TRITON_INTERPRET stays set until all kernels are
 imported.
 """
 
+import bisect
 import dataclasses
 import functools
 import importlib
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Carrier
+from torch.utils import _pytree as pytree
 
 import fastattn.kernels
 from fastattn.backends import registry
@@ -131,6 +133,42 @@ def _repair_interpreter():
     )
 
 
+def _check_addresses():
+    """Makes the interpreter refuse loads and stores outside the memory of a launch's tensors."""
+    from triton.runtime import interpreter
+
+    begins, ends = [], []
+    executor, memory = interpreter.GridExecutor, interpreter._interpreter
+    to_host = executor._init_args_hst
+
+    def note(self, *given):
+        host = to_host(self, *given)
+        tensors = (x for x in pytree.tree_leaves(host) if isinstance(x, torch.Tensor))
+        storages = (x.untyped_storage() for x in tensors)
+        spans = sorted({(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages})
+        begins[:], ends[:] = zip(*spans, strict=True)
+        return host
+
+    def check(ptrs, mask, size):
+        used = ptrs[mask]
+        if used.size:
+            first, last = int(used.min()), int(used.max())
+            n = bisect.bisect_right(begins, first) - 1
+            end = ends[n] if n >= 0 else 0
+            assert last + size <= end, "an address outside the kernel's tensors"
+
+    def load(ptrs, mask, other, dtype):
+        check(ptrs, mask, dtype.itemsize)
+        return memory.load(ptrs, mask, other, dtype)
+
+    def store(ptrs, value, mask):
+        check(ptrs, mask, value.itemsize)
+        return memory.store(ptrs, value, mask)
+
+    executor._init_args_hst = note
+    interpreter._interpreter = types.SimpleNamespace(load=load, store=store)
+
+
 def _fp32_dot(a, b, c):
     for k in range(a.shape[1]):
         c = c + a[:, k, None] * b[None, k, :]
@@ -165,6 +203,7 @@ def _fp32_to_bf16(x):
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
     _repair_interpreter()
+    _check_addresses()
 for _module in pkgutil.walk_packages(fastattn.kernels.__path__, "fastattn.kernels."):
     importlib.import_module(_module.name)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from fastattn.kernels.host.launch import Call
 from fastattn.kernels.tile import block_lists, masking
@@ -96,6 +97,18 @@ def test_keep_tile_is_the_mask(mask, device):
     assert torch.equal(out[:, :, :M, :N] != 0, kept)
     assert not out[:, :, M:].any()
     assert not out[:, :, :, N:].any()
+
+
+@pytest.mark.parametrize("short", ["read", "written"])
+def test_the_interpreter_refuses_addresses_outside_of_tensors(short, device):
+    if device.type == "cuda":
+        pytest.skip("looks into the interpreter")
+    mask = masking.mask_args(call_of(MASKS["keep"])[0])
+    out = torch.empty(B * H * 64 * 64 - (short == "written"), dtype=torch.int8)
+    if short == "read":
+        mask = mask._replace(keep_ptr=mask.keep_ptr.flatten()[: mask.keep_ptr.numel() // 2].clone())
+    with pytest.raises(InterpreterError, match="outside the kernel's tensors"):
+        keep_kernel[(B * H,)](out, mask, H, M, N, BM=64, BN=64)
 
 
 @triton.jit
