@@ -210,6 +210,7 @@ DECODE = [
     decode("bias", bias="bn", bias_inf=True, dropout_p=0.3, dtype=torch.float16),
     decode("wide", H=1, Hkv=1, keep="mn", D=130, E=7),  # repaired where garbage is found
     decode("three", M=1, N=192, H=1, Hkv=1, D=20, E=33),
+    decode("low", M=1, H=1, Hkv=1, opposite=10.0),  # an empty place of the merge holds no 0
     decode("nine", M=1, N=576, H=1, Hkv=1),  # more than the small merge has room for
     # Heads that share keys are rows of one head.
     decode("shared", M=1, H=6, keep="bhn", keep_rate=0.05, empty_rows=True, B=2),
