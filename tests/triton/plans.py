@@ -18,6 +18,7 @@ from bench import stand_in
 from fastattn.backends import triton as backend
 from fastattn.kernels.host import prepared, together, tuned
 from fastattn.kernels.tile.launching import watching
+from fastattn.problem.record import WEIGHTS
 from fastattn.problem.schemas import Call
 
 ACTIVE = stand_in.install()
@@ -132,10 +133,12 @@ def threads_launch_their_own_tensors() -> list:
 
 def no_tensor_outlives_its_call() -> int:
     args = operands()
-    results = [backend.run(backend.launch_forward, args) for _ in range(4)]
+    no_rows = Call(args[0][:, :, :0], *args[1:3], weights=WEIGHTS["mean"])  # an operator, no kernel
+    calls = args, tuple(no_rows)
+    results = [backend.run(backend.launch_forward, x) for x in calls for _ in range(4)]
     launched.clear()
-    left = [weakref.ref(x) for x in (*args[:3], *(y for x in results for y in x))]
-    del args, results
+    left = [weakref.ref(x) for x in (*args[:3], no_rows.q, *(y for x in results for y in x))]
+    del args, no_rows, calls, results
     return sum(x() is not None for x in left)
 
 
