@@ -39,8 +39,9 @@ def _repair_interpreter():
     on a GPU. BLAS uses another order for each shape; with logits of 1e4, S and the transposed S of
     backward would differ. It ignores the precision of products. Of NaN and a number, its minimum
     and maximum are NaN, unasked, where the hardware gives the number. A float argument stays a
-    float64 number, and so does what is computed of it alone. It checks the shape of a block, and
-    prints it, in every operation, which takes a quarter of the time.
+    float64 number, and so does what is computed of it alone. Where a mask leaves out a load, and no
+    other number is named, it gives 0; a GPU gives anything, as NaN and -1 here. It checks the shape
+    of a block, and prints it, in every operation, which takes a quarter of the time.
     """
     import triton.experimental.gluon  # noqa: F401 - the first launch would import it, and checks the variable
     import triton.language as tl
@@ -70,6 +71,17 @@ def _repair_interpreter():
             return interpreter.TensorHandle(_fp32_to_bf16(src.data), tl.bfloat16)
         return cast(self, src, to)
 
+    load = builder.create_masked_load
+
+    def create_masked_load(self, ptrs, mask, other, *options):
+        if other is None and not mask.data.all():
+            kind = ptrs.get_element_ty()
+            dtype = interpreter._get_np_dtype(kind)
+            anything = np.full(ptrs.data.size * dtype.itemsize, 255, np.uint8).view(dtype)
+            other = interpreter.TensorHandle(anything.reshape(ptrs.data.shape), kind)
+        return load(self, ptrs, mask, other, *options)
+
+    builder.create_masked_load = create_masked_load
     builder.create_dot = create_dot
     builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
     builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
