@@ -40,7 +40,7 @@ help:
 	@echo "make test-integrations  fastattn in models of transformers, timm, diffusers and others, and in ONNX Runtime"
 	@echo "make test-isas  the CPU kernels of AVX-512 and AMX where the CPU lacks them: in software"
 	@echo "make test-aarch64  the CPU kernels of aarch64 under QEMU, over the small cases of the grid"
-	@echo "make sanitize-cpu  the CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
+	@echo "make sanitize-cpu  these and the other CPU kernels under AddressSanitizer, UBSan and LeakSanitizer"
 	@echo "make sanitize-threads  likewise under ThreadSanitizer, over the small cases of the grid"
 	@echo "make fuzz    random problems against float64, SECONDS=60; ARGS='--seed 1' to try some again"
 	@echo "make bench   compare with PyTorch      ARGS=... goes to bench.run"
@@ -120,15 +120,17 @@ test-aarch64: build
 # The kernels of AVX-512 and AMX where the CPU lacks either: these instructions in software. Where it
 # has them, `make test` has these tests: those of every instruction set, and those of the widest. -k
 # knows folders, names and markers.
-ifeq ($(shell grep -qw avx512_bf16 /proc/cpuinfo && echo yes),yes)
+CPU_HAS = $(shell grep -owm1 $(1) /proc/cpuinfo)
+ifneq ($(call CPU_HAS,avx512_bf16),)
 LACKED := amx amx_fp16
-IN_SOFTWARE := -DFASTATTN_IN_SOFTWARE -mno-avx512fp16
-else
+IN_SOFTWARE := -Itests/cpu/software -DFASTATTN_IN_SOFTWARE -mno-avx512fp16
+else ifneq ($(call CPU_HAS,avx2),)
 LACKED := avx512 avx512_bf16 amx amx_fp16
-IN_SOFTWARE := -include tests/cpu/software/avx512.h -mno-avx512f -Wno-psabi
+IN_SOFTWARE := -Itests/cpu/software -include avx512.h -mno-avx512f -Wno-psabi
 endif
 test-isas: $(READY)
-	CXXFLAGS="$(IN_SOFTWARE) -Itests/cpu/software" FASTATTN_CPU_ISAS="$(LACKED)" $(PY) setup.py extension build/software
+	$(if $(LACKED),,$(error test-isas is for CPUs with AVX2))
+	CXXFLAGS="$(IN_SOFTWARE)" FASTATTN_CPU_ISAS="$(LACKED)" $(PY) setup.py extension build/software
 	OMP_NUM_THREADS=1 FASTATTN_EXTENSION="$(CURDIR)/build/software/_C.abi3.so" FASTATTN_CPU_ISA=amx \
 	  $(PY) -m pytest tests -q $(call PARALLEL,load) \
 	  -k "($(firstword $(LACKED)) or amx) and not cpuid or contract and not gpu and not slow and not triton" $(ARGS)
@@ -138,9 +140,11 @@ SANITIZED_PY = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CX
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 \
   FASTATTN_EXTENSION="$(CURDIR)/build/sanitize/_C.abi3.so" $(PY)
 sanitize-cpu: $(READY)
-	CXXFLAGS="-O1 -fexpensive-optimizations -g1 $(SANITIZERS) -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" $(PY) setup.py extension build/sanitize
+	CXXFLAGS="-O1 -fexpensive-optimizations -g1 $(SANITIZERS) -fno-omit-frame-pointer $(IN_SOFTWARE)" LDFLAGS="$(SANITIZERS)" \
+	  $(PY) setup.py extension build/sanitize
 	$(SANITIZED_PY) -m pytest tests/cpu tests/binding tests/backends/test_direct*.py tests/functional/test_repeated.py -q -p no:cacheprovider --capture=sys \
-	  --ignore tests/binding/test_standalone.py --ignore tests/cpu/test_isa_symbols.py $(ARGS)
+	  --ignore tests/binding/test_standalone.py --ignore tests/cpu/test_isa_symbols.py \
+	  --deselect tests/cpu/test_isa.py::test_auto_takes_amx_fp16_only_where_cpuid_shows_it $(ARGS)
 	$(SANITIZED_PY) tests/fuzz.py --problems 300 --seed 0
 
 sanitize-threads: build
