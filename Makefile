@@ -19,7 +19,7 @@ else
 endif
 
 CLANG_FORMAT := $(PY) -c "from clang_format import clang_format as main; raise SystemExit(main())"
-CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+CSRC := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 # The programs in examples/: `make example-NAME` each.
 EXAMPLES := text_classification translation kernel_regression drop_in masked_language_model shared_prompt long_context
