@@ -60,6 +60,12 @@ struct Kernels {
   }
 };
 
+#ifdef FASTATTN_IN_SOFTWARE
+constexpr bool kInSoftware = true;  // all sets beyond AVX2: tests/cpu/software
+#else
+constexpr bool kInSoftware = false;
+#endif
+
 bool always() { return true; }
 #if defined(FASTATTN_HAVE_AVX2) || defined(FASTATTN_HAVE_AVX512)
 // Everything that the compiler may use under -mavx2 -mfma -mf16c.
@@ -68,22 +74,18 @@ bool always() { return true; }
          __builtin_cpu_supports("f16c");
 }
 [[maybe_unused]] bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return has_avx2() && (kInSoftware ||
+                        (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")));
 }
 [[maybe_unused]] bool has_avx512_bf16() {
-  return has_avx512() && __builtin_cpu_supports("avx512bf16");
+  return has_avx512() && (kInSoftware || __builtin_cpu_supports("avx512bf16"));
 }
 // Intel's vdpbf16ps multiplies at half the rate of FMA (Emerald Rapids), AMD's at twice (Zen 4).
 [[maybe_unused]] bool gains_by_avx512_bf16() {
   return has_avx512_bf16() && __builtin_cpu_is("amd");
 }
 #endif
-#ifdef FASTATTN_IN_SOFTWARE
-bool has_amx() { return has_avx512_bf16(); }
-bool has_amx_fp16() { return has_amx(); }
-bool runs_amx_fp16() { return has_amx(); }
-#else
 #ifdef FASTATTN_HAVE_AMX
 // A process needs permission from Linux (5.16 and later) to use the tile registers.
 bool may_use_tiles() {
@@ -91,7 +93,7 @@ bool may_use_tiles() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 bool has_amx() {
-  if (!has_avx512_bf16()) return false;
+  if (kInSoftware || !has_avx512_bf16()) return has_avx512_bf16();
   unsigned a, b, c, d;  // __builtin_cpu_supports() knows AMX from GCC 13 on
   constexpr unsigned kTile = 1u << 24, kBFloat16 = 1u << 22;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kTile | kBFloat16)) != (kTile | kBFloat16))
@@ -103,13 +105,13 @@ bool has_amx() {
 #ifdef FASTATTN_HAVE_AMX_FP16
 // What amx_fp16 needs, except the instruction that multiplies tiles of fp16.
 bool has_amx_avx512_fp16() {
-  if (!has_amx()) return false;
+  if (kInSoftware || !has_amx()) return has_amx();
   unsigned a, b, c, d;
   constexpr unsigned kAvx512Float16 = 1u << 23;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAvx512Float16) != 0;
 }
 bool has_amx_fp16() {
-  if (!has_amx_avx512_fp16()) return false;
+  if (kInSoftware || !has_amx_avx512_fp16()) return has_amx_avx512_fp16();
   unsigned a, b, c, d;
   constexpr unsigned kAmxFloat16 = 1u << 21;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAmxFloat16) != 0;
@@ -134,7 +136,6 @@ bool runs_amx_fp16() {
   static const bool runs = has_amx_fp16() || true_in_child(multiplies_fp16_tiles);
   return runs;
 }
-#endif
 #endif
 
 #define FASTATTN_PASSES(isa, score) {isa::score##_forward, isa::score##_backward}

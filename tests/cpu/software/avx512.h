@@ -10,10 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-// csrc/cpu/dispatch.cpp asks for AVX2 first.
 #define FASTATTN_IN_SOFTWARE 1
-#define __builtin_cpu_supports(set) \
-  (std::strncmp(set, "avx512", 6) == 0 || __builtin_cpu_supports(set))
 
 // 1 for the set avx512, 2 for those that also have AVX512-BF16.
 #define FASTATTN_LEVEL_OF_avx512 1
