@@ -101,6 +101,7 @@ SIZES = dict(M=200, N=280, D=40, E=24)  # several blocks of queries and of keys
         (0, 1e-8, 1e-8, 1e-8),
         (1e17, 1e-17),
         (1e-25, 1e25),
+        (1e-12, 1e30),
     ],
 )
 def test_gradients_of_another_magnitude_in_every_block(isa, factors):
@@ -118,9 +119,9 @@ def test_small_gradients_beside_a_row_of_another_magnitude(isa, name):
     check(call, grad_out)
 
 
-@pytest.mark.parametrize("factor", [1e25, 1e32])
-def test_one_huge_row_of_gradients(isa, factor):
-    call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1e-3)
+@pytest.mark.parametrize(("others", "factor"), [(1e-3, 1e25), (1e-3, 1e32), (1e-12, 1e37)])
+def test_one_huge_row_of_gradients(isa, others, factor):
+    call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, others)
     grad_out[:, :, 70] *= factor
     check(call, grad_out)
 
