@@ -93,8 +93,9 @@ FASTATTN_SIMD __mmask16 _mm512_test_epi32_mask(__m512i a, __m512i b) {
 FASTATTN_SIMD __mmask16 _mm512_cmpgt_epi32_mask(__m512i a, __m512i b) {
   return mask_of((Ints)a > (Ints)b);
 }
+// Of a > b (_CMP_GT_OQ), or else of not a < b (_CMP_NLT_UQ).
 FASTATTN_SIMD __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int predicate) {
-  return mask_of(predicate == _CMP_GT_OQ ? (Ints)(a > b) : ~(Ints)(a < b));  // or _CMP_NLT_UQ
+  return mask_of(predicate == _CMP_GT_OQ ? (Ints)(a > b) : ~(Ints)(a < b));
 }
 
 // ---- arithmetic ----

@@ -221,9 +221,10 @@ class AmxValueGrads : public GradDefaults {
       }
     });
     const float most = max_lanes(from_bits(top)), most_apart = max_lanes(from_bits(apart));
-    // Most blocks have one of few sizes: 2^11 to 2^15, in steps of 2^4. Rows that stand apart are
-    // multiplied by this factor as well.
     const float before = grad_v_.unit() == 0.f ? 1.f : grad_v_.unit() / weight_unit_;
+    // Most blocks have one of few sizes: 2^11 to 2^15, in steps of 2^4. Rows that stand apart are
+    // multiplied by this factor as well. A block of such rows alone keeps the one before, if that
+    // leaves them finite.
     int64_t n = most == 0.f ? exponent_of(before) : min64(14 - exponent_of(most), kMostOctaves);
     if (most_apart != 0.f) n = min64(n, 80 - exponent_of(most_apart));
     const int64_t step = 4;
