@@ -3,7 +3,7 @@
 // baseline.
 #include <cstdlib>
 #include <cstring>
-#ifdef FASTATTN_HAVE_AMX
+#if defined(FASTATTN_HAVE_AMX) || defined(FASTATTN_HAVE_AMX_FP16)
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -86,7 +86,7 @@ bool always() { return true; }
   return has_avx512_bf16() && __builtin_cpu_is("amd");
 }
 #endif
-#ifdef FASTATTN_HAVE_AMX
+#if defined(FASTATTN_HAVE_AMX) || defined(FASTATTN_HAVE_AMX_FP16)
 // A process needs permission from Linux (5.16 and later) to use the tile registers.
 bool may_use_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h, since 5.16 as well
