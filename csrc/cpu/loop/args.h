@@ -8,12 +8,12 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// The sink of a row.
+// The sink of a row. NaN becomes one that rounding to 16 bits keeps: see words_of().
 FASTATTN_SIMD double load_sink(const View& from, int64_t b, int64_t h, int64_t i) {
   const int64_t offset = b * from.stride_b + h * from.stride_h + i * from.stride_r;
   double sink = 0.;
   with_dtype(from.dtype, [&](auto type) { sink = load_one<type>(from.data, offset); });
-  return sink;
+  return sink == sink ? sink : __builtin_nan("");
 }
 
 // What both passes have.
