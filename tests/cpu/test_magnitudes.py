@@ -126,6 +126,33 @@ def test_one_huge_row_of_gradients(isa, others, factor):
     check(call, grad_out)
 
 
+def test_huge_gradients_of_large_values_behind_tiny_ones(isa):
+    call, grad_out = scaled(inputs(**SIZES), 2, 1, 60, 1)
+    for rows, factor in zip(grad_out.split(64, dim=2), (1e-18, 2e17) * 2, strict=True):
+        rows *= factor
+    check(call, grad_out)
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(None, None, 5)], ids=["all", "some"])
+@pytest.mark.parametrize("name", ["lse", "weights"])
+def test_huge_gradients_of_another_result(isa, name, rows):
+    call = inputs(M=70, N=140, D=40, E=24) | {"bias": torch.randn(70, 140)}
+    grads = [torch.randn(2, 2, 70, n) * 1e-12 for n in (24, 140)]
+    grads[1][:, :, rows] *= 1e36
+    grads[1] = grads[1][..., 0] if name == "lse" else grads[1]
+
+    def pulled(dtype, backend):
+        leaves = {n: x.to(dtype).requires_grad_() for n, x in call.items()}
+        named = dict(return_weights="full", return_lse=True, backend=backend)
+        out, weights, lse = attend(**leaves, **named)
+        outs = out, lse if name == "lse" else weights
+        return torch.autograd.grad(outs, list(leaves.values()), [x.to(dtype) for x in grads])
+
+    found = (pulled(torch.float32, n) for n in ("cpu", "eager"))
+    for n, *x in zip(call, *found, pulled(torch.float64, "eager"), strict=True):
+        testing.assert_within_budget(*x, n)
+
+
 def test_weights_of_every_magnitude(isa):
     """From a dominating key to weights that underflow; with dropout that keeps few."""
     call, grad_out = scaled(inputs(**SIZES), 4, 4, 1, 1)
@@ -139,6 +166,7 @@ MASKED = pytest.mark.parametrize("factor", [1e-3, 300.0, 1e25, math.inf, math.na
 @pytest.mark.parametrize("rows", ["all", "each"])
 def test_masked_keys_of_another_magnitude_change_no_bit(isa, rows, factor):
     call, grad_out = scaled(inputs(**SIZES), 1, 1, 1, 1)
+    grad_out[:, :, 64:] *= 1e-9  # of another size than those before
     keep = torch.rand(1, 1, 1 if rows == "all" else SIZES["M"], SIZES["N"]) < 0.7
     keep[..., ::9] = False
     options = dict(mask=Mask(keep=keep), backend="cpu")
@@ -334,6 +362,15 @@ def test_any_nan_in_a_bias_reaches_what_its_row_reaches(isa, bits):
     assert found["out"][:, :, 3].isnan().all()
     assert not found["out"][:, :, 4:].isnan().any()
     assert found["grad_value"].isnan().all()
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
+def test_any_nan_in_a_sink_reaches_what_its_head_reaches(isa, bits):
+    call = inputs(B=1, M=64, N=64, D=64, E=64, dtype=torch.bfloat16, grad=True)
+    sink = torch.tensor([0, bits], dtype=torch.int32).view(torch.float32)
+    out = attend(**call, sink=sink, backend="cpu")
+    for x in out, *torch.autograd.grad(out, list(call.values()), torch.randn_like(out)):
+        assert torch.equal(x.isnan(), sink.isnan()[:, None, None].expand_as(x))
 
 
 @pytest.mark.parametrize("M", [3, 64])

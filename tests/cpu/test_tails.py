@@ -91,6 +91,11 @@ def test_every_size_in_half(score, dtype):
     assert_sizes(score, sizes, dtype=dtype, weights="full")
 
 
+def test_tiles_of_the_matrix_unit_in_groups_of_odd_size(isa):
+    """It takes them in pairs; a group is what fits the cache, of three parts and of two."""
+    assert_sizes("dot", [dict(M=64, N=144, D=80), dict(M=64, N=208, D=208)])
+
+
 @pytest.mark.parametrize("N", [1151, 1152, 1153, 2304, 2305])
 @scores
 def test_chunks_of_keys_when_decoding(score, N):

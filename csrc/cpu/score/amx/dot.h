@@ -10,6 +10,11 @@
 
 namespace fastattn::FASTATTN_ISA {
 
+// The largest finite numbers of dS, in its unit: of rows that fit, and of those that stand apart.
+struct GradTops {
+  float fit, apart;
+};
+
 // DotScore on the matrix unit.
 class AmxDotScore : public ScoreDefaults {
  public:
@@ -123,21 +128,23 @@ class AmxDotScore : public ScoreDefaults {
                           queries, rows, mask, grad_k_.data(), 1, tile_.n);
   }
 
-  // The factor of dS for the next tile: `first` for the first tile, else that of the sums.
-  float start_grad_unit(float first) {
-    const bool fp16 = is_fp16(ds_rows_.form());
-    return grad_unit_ = !fp16 ? 1.f : grad_k_.unit() == 0.f ? first : grad_k_.unit();
+  // The factor of dS for the next tile: `first` for the first tile, else that of the sums, but not
+  // above `bound`.
+  float start_grad_unit(float first, float bound) {
+    const float unit = grad_k_.unit() == 0.f ? first : grad_k_.unit();
+    return grad_unit_ = !is_fp16(ds_rows_.form()) ? 1.f : unit < bound ? unit : bound;
   }
-  // Adapts the factor of dS to numbers whose largest is `top`. Returns whether it changed.
-  bool change_grad_unit(float top) {
+  // Adapts the factor of dS to the largest numbers in it. Returns whether it changed.
+  bool change_grad_unit(GradTops tops) {
     constexpr float kLeast = 0x1p6f;  // keeps most bits of most numbers
     constexpr int64_t kAimed = 11;
-    if (!is_fp16(ds_rows_.form()) || top == 0.f) return false;
-    if (top >= kLeast && top < kLargestHalf) return false;
-    const float before = grad_unit_;
-    const int64_t n = exponent_of(before) + kAimed - exponent_of(top);
+    if (!is_fp16(ds_rows_.form())) return false;
+    const int64_t before = exponent_of(grad_unit_);
+    const bool good = tops.fit == 0.f || (tops.fit >= kLeast && tops.fit < kLargestHalf);
+    int64_t n = good ? before : before + kAimed - exponent_of(tops.fit);
+    if (tops.apart != 0.f) n = min64(n, before + kMostApart - exponent_of(tops.apart));
     grad_unit_ = grad_k_.bounded(two_to(max64(-kMostOctaves, min64(kMostOctaves, n))));
-    return grad_unit_ != before;
+    return exponent_of(grad_unit_) != before;
   }
   float grad_unit() const { return grad_unit_; }
 

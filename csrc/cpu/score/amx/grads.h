@@ -5,6 +5,8 @@
 
 namespace fastattn::FASTATTN_ISA {
 
+constexpr Window kFinite = {0.f, __FLT_MAX__};
+
 // Packs W and dS of a tile into operands, and splits each number once. W is for dV = W^T dO, dS for
 // dK = dS^T Q and dQ = dS K.
 template <Form kForm>
@@ -26,8 +28,7 @@ class PackedGrads {
 
   // Whether no row of dS stands apart or is too large for its form.
   bool all_packed() const { return all_packed_; }
-  // The largest number in dS, without rows that stand apart.
-  float top() const { return max_lanes(from_bits(top_)); }
+  GradTops tops() const { return {max_lanes(from_bits(fit_)), max_lanes(from_bits(apart_))}; }
 
   // Two rows, kStep apart. The loop over their columns holds this by value: its stores may change
   // members.
@@ -74,7 +75,9 @@ class PackedGrads {
       const float high = kAnyBf16.high * units_.ds;
       const Window any = {0.f, high < __FLT_MAX__ ? high : __FLT_MAX__};
       all_packed_ &= (is_fp16(kForm) ? Window{0.f, kLargestHalf} : any).has(from.tops[n]);
-      if (is_fp16(kForm) && any.has(from.tops[n])) top_ = top_ > from.tops[n] ? top_ : from.tops[n];
+      VecI& most = any.has(from.tops[n]) ? fit_ : apart_;
+      if (is_fp16(kForm) && kFinite.has(from.tops[n]))
+        most = most > from.tops[n] ? most : from.tops[n];
     }
   }
 
@@ -94,7 +97,7 @@ class PackedGrads {
   GradUnits units_;
   const GradsInPlace* also_;
   int64_t rows_;
-  VecI top_{};
+  VecI fit_{}, apart_{};
   bool all_packed_ = true;
 };
 
@@ -174,14 +177,19 @@ class AmxValueGrads : public GradDefaults {
   void make_grads(Score& score, Fill fill, GradsInPlace in_place) {
     const bool dense = score.rows_apart() || rows_apart();
     bool packed = false;
-    GradUnits units = {weight_unit_, grad_weights_unit(), score.start_grad_unit(size_unit_)};
+    // The factor of earlier tiles may be too large for dS of these queries. dS of the output has
+    // about its gradient's size. What lse or weights add may be of any size: 2^40 leaves room up to
+    // 2^87.
+    const bool others = p_.grad_lse != nullptr || p_.grad_weights.data != nullptr;
+    const float bound = others ? 0x1p40f : size_unit_ * 0x1p60f;
+    GradUnits units = {weight_unit_, grad_weights_unit(), score.start_grad_unit(size_unit_, bound)};
     with_form(score.ds_rows().form(), [&](auto form) {
       const auto pack = [&] {
         PackedGrads<form> sink(weights_, score.ds_columns(), score.ds_rows(), units,
                                dense ? &in_place : nullptr, grad_out_.rows());
         fill(sink, units);
         packed = sink.all_packed();
-        return sink.top();
+        return sink.tops();
       };
       if (!score.change_grad_unit(pack())) return;
       packed = false;
@@ -214,7 +222,6 @@ class AmxValueGrads : public GradDefaults {
         for (int64_t c = 0; c < from.cols; c += kWidth)
           of_row = largest(of_row, load_strided<type>(from.data, row + c * from.stride_c,
                                                       from.stride_c, from.cols - c));
-        constexpr Window kFinite = {0.f, __FLT_MAX__};
         if (stats[2 * r + 1] == 0.f || !kFinite.has(of_row)) continue;  // a row without keys
         VecI& most = kAnyBf16.has(of_row) ? top : apart;
         most = most > of_row ? most : of_row;
@@ -226,7 +233,7 @@ class AmxValueGrads : public GradDefaults {
     // multiplied by this factor as well. A block of such rows alone keeps the one before, if that
     // leaves them finite.
     int64_t n = most == 0.f ? exponent_of(before) : min64(14 - exponent_of(most), kMostOctaves);
-    if (most_apart != 0.f) n = min64(n, 80 - exponent_of(most_apart));
+    if (most_apart != 0.f) n = min64(n, kMostApart - exponent_of(most_apart));
     const int64_t step = 4;
     const float unit = two_to((n >= 0 ? n : n - step + 1) / step * step);
     return grad_v_.bounded(weight_unit_ * unit) / weight_unit_;

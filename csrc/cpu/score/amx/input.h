@@ -120,8 +120,9 @@ static void accumulate_rows_apart(A a, float factor, int64_t rows, const Outlier
     }
 }
 
-// Units are 2^-66 to 2^66: a number up to 2^60 stays finite in each.
-constexpr int64_t kMostOctaves = 66;
+// Units are 2^-66 to 2^66: a number up to 2^60 stays finite in each. Rows that stand apart may be
+// larger, but not above 2^81 in their unit, which leaves room for products and sums.
+constexpr int64_t kMostOctaves = 66, kMostApart = 80;
 
 // Sums in fp32 whose unit may have to change while they grow.
 class Sums {
