@@ -4,8 +4,9 @@ A ``TorchFunctionMode`` sees every call of a torch function in its thread, whate
 imported, and passes on all but one. Nothing in torch is replaced. torch takes the mode along to the
 threads of its backward pass, and guards compiled code by it.
 
-torch calls the function itself in one place only, inside ``F.multi_head_attention_forward``. A mode
-sees only the outer call. So a copy of that function runs, which does not dispatch to modes.
+A mode is off while it handles a call. ``F.multi_head_attention_forward`` calls the function inside,
+and so does a backward pass that computes a checkpoint again. So copies of these functions run with
+the mode on. The copies do not dispatch to modes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from fastattn.problem import arguments, jagged, validate
 
 # Kept from the import on: a program may put something else in their place later.
 _SDPA = F.scaled_dot_product_attention
-_MULTI_HEAD = F.multi_head_attention_forward
 _UNFLATTEN = Tensor.unflatten
 
 
@@ -79,10 +79,9 @@ class UseForSdpa(TorchFunctionMode):
     ) -> Any:
         """Computes the one function, and hands on all others."""
         kwargs = kwargs or {}
-        values = (*args, *kwargs.values())
-        if func is _MULTI_HEAD and not any(map(arguments.overrides, values)):
-            with self:  # which is off in here
-                return _INSIDE_MULTI_HEAD(*args, **kwargs)
+        if func in _COPIES and not _any_overrides((*args, *kwargs.values())):
+            with self:
+                return _COPIES[func](*args, **kwargs)
         if func is _UNFLATTEN:  # calls super(), which torch.compile cannot trace here
             return torch.unflatten(*args, **kwargs)
         if func is not _SDPA:
@@ -92,13 +91,27 @@ class UseForSdpa(TorchFunctionMode):
         return (_SDPA if reason else scaled_dot_product_attention)(*args, **kwargs)
 
 
-# A copy that does not ask the mode first. Its globals are without __name__, by which a tracer would
-# look them up in torch's module after all.
-_GLOBALS = {name: x for name, x in _MULTI_HEAD.__globals__.items() if name != "__name__"}
-_GLOBALS["has_torch_function"] = lambda tensors: False
-_INSIDE_MULTI_HEAD = types.FunctionType(
-    _MULTI_HEAD.__code__, _GLOBALS, _MULTI_HEAD.__name__, _MULTI_HEAD.__defaults__
-)
+def _copy(function: Callable) -> Callable:
+    """A copy that does not ask modes first.
+
+    Its globals are without __name__, by which a tracer would look them up in torch's module after
+    all.
+    """
+    own = {name: x for name, x in function.__globals__.items() if name != "__name__"}
+    own |= dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
+    copy = types.FunctionType(function.__code__, own, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_BACKWARD = Tensor.backward, torch.autograd.backward, torch.autograd.grad
+_COPIES = {function: _copy(function) for function in (F.multi_head_attention_forward, *_BACKWARD)}
+
+
+def _any_overrides(values: Iterable[Any]) -> bool:
+    flat = (y for x in values for y in (x if isinstance(x, (tuple, list)) else (x,)))
+    return any(map(arguments.overrides, flat))
+
 
 _NAMES = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
 
@@ -198,7 +211,8 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
 
     Args:
         model: any module, changed in place. Its ``forward`` is wrapped, and so is that of every
-            module in it with children. Gradient checkpointing then computes again by the same code.
+            module in it that is not a plain one of torch. Where such a module is checkpointed, the
+            backward pass computes again by the same code.
 
     Returns:
         The context manager, which gives a :class:`SdpaCalls`; with a model, the
@@ -208,7 +222,8 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
         TypeError: ``model`` is no nn.Module, or a scripted one.
 
     Note:
-        The context must last until the end of ``backward()`` if the model checkpoints gradients.
+        The context must last until the end of ``backward()`` if gradients are checkpointed. So must
+        one around a wrapped model that checkpoints something else than modules.
         Inside the context, every call of a torch function costs one more call in Python. Code with
         a softmax of its own is not reached, and neither are calls from C++. Compiled for inference,
         nn.TransformerEncoderLayer keeps PyTorch's fast path. To switch that off, call
@@ -230,19 +245,21 @@ def use_for_sdpa(model: nn.Module | None = None) -> UseForSdpa | SdpaCalls:
         raise TypeError(f"model: expected an nn.Module that is not scripted, got {got}")
     calls = SdpaCalls()
     for module in model.modules():
-        if module is model or _is_composed(module):
+        if module is model or _may_attend(module):
             forward = module.forward
             forward = forward.__wrapped__ if isinstance(forward, _Forward) else forward
             module.forward = _Forward(forward, calls)
     return calls
 
 
-def _is_composed(module: nn.Module) -> bool:
-    """Whether it computes, and with modules of its own, as attention does with projections.
+def _may_attend(module: nn.Module) -> bool:
+    """Whether it computes, with modules of its own or by code that is not torch's.
 
     Calls of scripted modules come from C++, where no wrapper reaches them.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return False
-    computes = type(module).forward is not nn.Module.forward
-    return computes and next(module.children(), None) is not None
+    kind = type(module)
+    computes = kind.forward is not nn.Module.forward
+    plain = kind.__module__.startswith("torch.") and next(module.children(), None) is None
+    return computes and not plain

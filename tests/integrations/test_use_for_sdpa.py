@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as imported
-from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn.testing import assert_within_budget
@@ -27,27 +26,23 @@ def draw(*shape):
 class Block(nn.Module):
     """Attention as most models write it."""
 
-    def __init__(self, dropout=0.0):
+    def __init__(self):
         super().__init__()
-        self.project, self.dropout = nn.Linear(8, 24), dropout
+        self.project = nn.Linear(8, 24)
 
     def forward(self, x, scale=None):
         q, k, v = self.project(x).chunk(3, -1)
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
 class Blocks(nn.Module):
-    def __init__(self, reentrant=None, dropout=0.0):
+    def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
-        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x):
         for block in self.blocks:
-            if self.reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = block(x)
         return x
 
 
@@ -350,22 +345,6 @@ def test_export_of_a_wrapped_model():
         exported = torch.export.export(one, (x,))
         assert exported.graph_module.code.count("fastattn.forward.default(") == 2
         assert torch.equal(exported.module()(x), one(x))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_of_a_wrapped_model(reentrant):
-    """What is computed again in the backward pass is ours too, and drops the same weights."""
-    model = Blocks(dropout=0.3)
-    checkpointed = copy.deepcopy(model)
-    checkpointed.reentrant = reentrant
-    found = []
-    for one in (model, checkpointed):
-        calls = fastattn.use_for_sdpa(one)
-        torch.manual_seed(0)
-        found.append(gradients(one, draw(2, 5, 8)))
-    assert calls.fastattn == 4
-    for plain, again in zip(*found, strict=True):
-        assert torch.equal(plain, again)
 
 
 def test_model_must_be_a_module_of_python():
