@@ -364,6 +364,24 @@ WARPGROUPS = [
         "dot/forward_wgmma.cu",
     ),
     of_warpgroups(
+        "a lane that has not seen a tile that is passed by",
+        "    __syncwarp();  // its lanes have seen both phases\n", "", "deadlock",
+    ),
+    of_grads(
+        "gradients: a lane that has not seen a free stage",
+        "      __syncwarp();  // all lanes have seen the phase", "      // all lanes have seen",
+        "deadlock", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: stats that a lane has not written yet",
+        "  __syncwarp();\n  if (lane() == 0) arrive(full);", "  if (lane() == 0) arrive(full);",
+        "Error", "backward_wgmma.cu",
+    ),
+    of_grads(
+        "gradients: stats that come while a lane reads the last ones",
+        "    __syncwarp();  // its lanes have read the stats\n", "", "AssertionError",
+    ),
+    of_warpgroups(
         "tensor maps: strides in numbers", "static_cast<cuuint64_t>(strides[n]) * 2",
         "static_cast<cuuint64_t>(strides[n])", "Error", "../base/tensor_map.h",
     ),

@@ -96,8 +96,9 @@ __device__ __forceinline__ void for_passing(const WgmmaGradArgs& a, WgmmaGradMem
     for (int n = 0; n < count; ++n, to = to.next()) {
       const PassingTile tile = tile_at(a.p, list, memory.found, n);
       wait_for_phase(&memory.empty[to.number], to.parity ^ 1);
+      __syncwarp();  // all lanes have seen the phase: f may bring about the next one
       f(to.number, tile, at_passing<kOfKeys>(a.p, at, tile));
-      __syncwarp();  // no lane misses a phase
+      __syncwarp();
     }
   });
 }

@@ -171,8 +171,9 @@ bool can_run(Thread& thread) {
   return thread.state == State::kReady;
 }
 
-// Runs the ready threads of a warp, in one direction; false if there were none.
-bool run_ready(int first, bool upwards) {
+// Runs the ready threads of a warp, in one direction; false if there were none. A thread that waits
+// for other warps may leave lanes behind it (`apart`), until these have run.
+bool run_ready(int first, bool upwards, bool& apart) {
   bool any = false;
   for (int lane = 0; lane < kWarp && !failed; ++lane) {
     current = first + (upwards ? lane : kWarp - 1 - lane);
@@ -183,13 +184,15 @@ bool run_ready(int first, bool upwards) {
     threadIdx = thread.index;
     thread.fiber.resume();
     if (thread.fiber.finished()) thread.state = State::kDone;
+    apart = thread.state == State::kUntil && !schedule.in_turn() && schedule.chance(4);
+    if (apart) break;
   }
   return any;
 }
 
 bool run_warp(int first, bool upwards) {
-  bool any = false;
-  while (run_ready(first, upwards)) {
+  bool any = false, apart = false;
+  while (!apart && run_ready(first, upwards, apart)) {
     any = true;
     release_warp(first);
   }

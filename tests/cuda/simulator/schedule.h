@@ -2,7 +2,8 @@
 //
 // Schedule 0: warps in turn, up and down from barrier to barrier, odd blocks down first; copies and
 // products as late as possible. Others draw the order at random; by the number's bits, products
-// early, copies early, and one warp that runs when no other can.
+// early, copies early, and one warp that runs when no other can. Lanes get apart then: those behind
+// one that waits may run after other warps.
 #pragma once
 
 #include <functional>
