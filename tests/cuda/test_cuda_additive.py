@@ -45,6 +45,7 @@ from properties.garbage import (  # noqa: F401
     test_nan_in_a_bias_stays_in_its_row,
     test_nan_in_a_key_reaches_the_rows_that_keep_it,
     test_nan_in_a_query_stays_in_its_row,
+    test_nan_in_a_query_stays_in_its_row_under_a_softcap,
     test_nan_or_infinity_in_a_value_reaches_its_column_in_the_rows_that_keep_it,
     test_nan_reaches_the_rows_that_keep_it_where_its_weight_is_0,
     test_nan_upstream_stays_in_its_row,

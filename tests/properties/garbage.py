@@ -244,12 +244,12 @@ SPARSE = dict(
 )
 
 
-def compare(score, backend, name, index):
+def compare(score, backend, name, index, **options):
     """(clean results, results with one NaN, the pairs that are kept)."""
     call = inputs(score, B, H, M=M, N=N, D=D, E=E)
-    clean = everything(call, backend=backend, **SPARSE)
+    clean = everything(call, backend=backend, **SPARSE, **options)
     call[name][index] = math.nan
-    return clean, everything(call, backend=backend, **SPARSE), kept_by(SPARSE)
+    return clean, everything(call, backend=backend, **SPARSE, **options), kept_by(SPARSE)
 
 
 def assert_nan_exactly(found, clean, where, name):
@@ -273,9 +273,8 @@ def test_nan_in_a_key_reaches_the_rows_that_keep_it(backend, score):
         assert_nan_exactly(found[name], clean[name], spoilt_keys[..., None], name)
 
 
-@scores
-def test_nan_in_a_query_stays_in_its_row(backend, score):
-    clean, found, kept = compare(score, backend, "query", (0, 1, 4, 0))
+def assert_nan_in_a_query_stays_in_its_row(backend, score, **options):
+    clean, found, kept = compare(score, backend, "query", (0, 1, 4, 0), **options)
     row = torch.zeros(B, H, M, dtype=torch.bool)
     row[0, 1, 4] = True
     assert kept[0, 1, 4].any()
@@ -284,6 +283,16 @@ def test_nan_in_a_query_stays_in_its_row(backend, score):
     keys = (kept & row[..., None]).any(2)
     for name in ("grad_key", "grad_value"):
         assert_nan_exactly(found[name], clean[name], keys[..., None], name)
+
+
+@scores
+def test_nan_in_a_query_stays_in_its_row(backend, score):
+    assert_nan_in_a_query_stays_in_its_row(backend, score)
+
+
+@scores
+def test_nan_in_a_query_stays_in_its_row_under_a_softcap(backend, score):
+    assert_nan_in_a_query_stays_in_its_row(backend, score, softcap=2.0)
 
 
 # Quiet and signalling NaN of either sign, and memory with all bytes 0xff.
