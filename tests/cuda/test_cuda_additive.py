@@ -311,6 +311,16 @@ def test_alibi_far_from_the_diagonal_loses_no_digits(backend, M):
     assert_as_right_as_plain(call, backend, bias=bias, mask=mask)
 
 
+def test_a_logit_that_just_leaves_the_maximum_where_it_is(backend):
+    """The sum of a maximum and its slack may round up: the weight is then above 2."""
+    call = inputs("additive", M=20, N=150)
+    call["query"] *= 0
+    call["key"] *= 0
+    bias = torch.full([150], 2.0**14)
+    bias[140] += 355 / 512
+    assert_as_right_as_plain(call, backend, bias=bias)
+
+
 @pytest.mark.parametrize("letters", ["bhmn", "mn", "hm", "bn", "", "h"])
 def test_bias_gradients_from_many_parts(backend, letters):
     """Tiles of several batches and heads, summed in slices."""
