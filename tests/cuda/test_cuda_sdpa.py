@@ -66,6 +66,8 @@ CORNERS = [
     Case("capped-few", B=1, M=5, N=300, D=64, E=9, softcap=0.5, keep="bhmn", bias="n"),
     # A tile with garbage before full tiles.
     Case("full", B=2, H=1, Hkv=1, M=64, N=192, D=8, E=4, kv_begin="batch", garbage=float("nan")),
+    # No mask's barrier orders these tiles.
+    Case("full-weights", B=1, H=2, Hkv=1, M=64, N=128, D=64, E=4, weights="mean"),
 ]  # fmt: skip
 
 
