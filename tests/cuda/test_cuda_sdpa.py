@@ -125,6 +125,22 @@ def test_few_queries_are_the_same_alone(backend):
     assert alone.equal(out[1:2, :1])
 
 
+# ---- strides ----
+
+
+@pytest.mark.parametrize("M", [5, 70])
+def test_every_other_column(M, backend):
+    """Rows begin at multiples of 16 bytes, but their numbers lie apart."""
+    apart = [torch.randn(1, 2, n, 32).half()[..., ::2] for n in (M, 90, 90, M)]
+
+    def results(*tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+        out = scaled_dot_product_attention(*leaves, backend=backend)
+        return dict(enumerate([out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]))
+
+    testing.assert_same_bits(results(*apart), results(*(x.contiguous() for x in apart)))
+
+
 # ---- large logits ----
 
 
