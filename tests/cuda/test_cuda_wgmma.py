@@ -107,6 +107,7 @@ CORNERS = [
     Case("large", B=1, H=2, Hkv=1, M=150, N=410, D=256, E=136, lse=True, causal="bottom_right"),
     Case("large-all", B=2, H=1, Hkv=1, M=66, N=170, D=136, E=256, kv_len="rows", kv_begin="rows",
          keep="mn", bias="hmn", dropout_p=0.3, garbage=float("nan"), scale=-0.7),
+    Case("least scale", B=1, H=1, Hkv=1, M=66, N=130, D=16, E=8, lse=True, scale=1e-40),
     Case("capped", B=1, H=2, Hkv=1, M=70, N=520, D=64, E=96, softcap=1.5, lse=True,
          window=(300, 100)),
     Case("capped-large", B=2, H=1, Hkv=1, M=66, N=260, D=200, E=144, softcap=2.0, keep="mn",
