@@ -369,7 +369,9 @@ WARPGROUPS = [
     ),
     of_grads(
         "gradients: a lane that has not seen a free stage",
-        "      __syncwarp();  // all lanes have seen the phase", "      // all lanes have seen",
+        "<kOfKeys, 1>(a, memory, [&](uint32_t stage, const PassingTile& tile, const Place& at) {\n",
+        "<kOfKeys, 32>(a, memory, [&](uint32_t stage, const PassingTile& tile, const Place& at) {\n"
+        "    if (lane() > 0) return;\n",
         "deadlock", "backward_wgmma.cu",
     ),
     of_grads(

@@ -83,8 +83,9 @@ FASTATTN_DEVICE void produce_own(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& 
   });
 }
 
-// Calls f(stage, tile, place) for all that passes by, once its stage is free.
-template <bool kOfKeys, int kDim, typename F>
+// Calls f(stage, tile, place) for all that passes by, once its stage is free, in the first kLanes
+// lanes. f fills a stage only when these have seen it free: others would miss that phase.
+template <bool kOfKeys, int kLanes, int kDim, typename F>
 __device__ __forceinline__ void for_passing(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory,
                                             F f) {
   Stage<GradPlan<kDim>::kStages> to;
@@ -92,21 +93,19 @@ __device__ __forceinline__ void for_passing(const WgmmaGradArgs& a, WgmmaGradMem
     const Place at = owned_at<kOfKeys>(a, number);
     const TileList list = listed_tiles<kOfKeys>(a, at, memory);
     const int count = count_tiles(a.p, list, memory.found).all;
+    if (lane() >= kLanes) return;
 #pragma unroll 1
     for (int n = 0; n < count; ++n, to = to.next()) {
       const PassingTile tile = tile_at(a.p, list, memory.found, n);
       wait_for_phase(&memory.empty[to.number], to.parity ^ 1);
-      __syncwarp();  // all lanes have seen the phase: f may bring about the next one
       f(to.number, tile, at_passing<kOfKeys>(a.p, at, tile));
-      __syncwarp();
     }
   });
 }
 
 template <bool kOfKeys, int kDim>
 FASTATTN_DEVICE void produce_passing(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
-  for_passing<kOfKeys>(a, memory, [&](uint32_t stage, const PassingTile& tile, const Place& at) {
-    if (lane() > 0) return;
+  for_passing<kOfKeys, 1>(a, memory, [&](uint32_t stage, const PassingTile& tile, const Place& at) {
     Barrier* const full = &memory.full[stage];
     memory.tiles[stage] = tile;
     arrive_and_expect(full, sizeof(memory.passing[0]));
@@ -118,7 +117,7 @@ FASTATTN_DEVICE void produce_passing(const WgmmaGradArgs& a, WgmmaGradMemory<kDi
 
 template <int kDim>
 FASTATTN_DEVICE void produce_stats(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
-  for_passing<true>(a, memory, [&](uint32_t stage, const PassingTile&, const Place& at) {
+  for_passing<true, 32>(a, memory, [&](uint32_t stage, const PassingTile&, const Place& at) {
     load_stats(a.p, at, memory.rows[stage]);
     arrive_with_stats(&memory.full[stage]);
   });
@@ -128,7 +127,7 @@ FASTATTN_DEVICE void produce_stats(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>
 // on a GPU.
 template <int kDim>
 FASTATTN_DEVICE void produce_lines(const WgmmaGradArgs& a, WgmmaGradMemory<kDim>& memory) {
-  for_passing<true>(a, memory, [&](uint32_t stage, const PassingTile& tile, const Place& at) {
+  for_passing<true, 32>(a, memory, [&](uint32_t stage, const PassingTile& tile, const Place& at) {
     const Span* const lines = a.spans.rows[at.b * tiles_in(a.p.M) + tile.tile];
     copy_async<16>(&memory.passing_lines[stage][2 * lane()], lines + 2 * lane());
     wait_for_copies();
