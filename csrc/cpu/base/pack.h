@@ -175,6 +175,44 @@ FASTATTN_SIMD void round_sums(const double* from, int64_t count, float* to) {
   for (int64_t n = 0; n < count; ++n) to[n] = static_cast<float>(from[n]);
 }
 
+// Gradients of a block of keys or values, summed over tiles of queries in fp32. Longer sums go on in
+// double: every kTiles tiles, those in fp32 are added to them and begin anew.
+class LongSums {
+ public:
+  LongSums() = default;
+  LongSums(Scratch& scratch, int64_t count, const AttentionParams& p, int64_t tile_rows)
+      : data_(scratch.floats(count)) {
+    const int64_t tiles = p.Hkv > 0 ? p.H / p.Hkv * ceil_div(p.M, tile_rows) : 0;
+    if (tiles > kTiles) totals_ = scratch.of<double>(count);
+  }
+
+  float* data() const { return data_; }
+  void clear(int64_t count) {
+    count_ = count, tiles_ = 0;
+    fill(data_, count, 0.f);
+  }
+  // Before a tile is added. `unit` is the factor of the sums.
+  void begin_tile(float unit = 1.f) {
+    if (++tiles_ <= kTiles || tiles_ % kTiles != 1) return;
+    if (tiles_ == kTiles + 1) zero_sums(totals_, count_);
+    add_to_sums(data_, count_, 1. / static_cast<double>(unit), totals_);
+    fill(data_, count_, 0.f);
+  }
+  // After the last tile. Returns the factor of the sums from now on.
+  float end(float unit = 1.f) {
+    if (tiles_ <= kTiles) return unit;
+    add_to_sums(data_, count_, 1. / static_cast<double>(unit), totals_);
+    round_sums(totals_, count_, data_);
+    return 1.f;
+  }
+
+ private:
+  static constexpr int64_t kTiles = 64;
+  int64_t count_ = 0, tiles_ = 0;
+  float* data_ = nullptr;
+  double* totals_ = nullptr;
+};
+
 #ifdef FASTATTN_SHARED_CODE
 template <DType kType>
 static bool copy_rows(const Matrix& from, float factor, float* to, int64_t ld) {

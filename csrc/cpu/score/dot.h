@@ -30,7 +30,7 @@ class DotScore : public FixedTile<96, kWidth == 16 ? 128 : 96> {
     if (!backward) return;
     k_rows_ = scratch.floats(kBlockN * ld_);
     grad_q_ = scratch.floats(kBlockM * ld_);
-    grad_k_ = scratch.floats((kBlockN + kTileRows) * ld_);
+    grad_k_ = LongSums(scratch, (kBlockN + kTileRows) * ld_, p, kBlockM);
   }
 
   void load_keys(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
@@ -67,7 +67,7 @@ class DotScore : public FixedTile<96, kWidth == 16 ? 128 : 96> {
     multiply_to_strips(ByRows{q_, ld_}, k_transposed_, kBlockN, strips, rows(), p_.D, s, kBlockN);
   }
 
-  void clear_key_grad() { fill(grad_k_, round_up(keys_.rows, kTileRows) * ld_, 0.f); }
+  void clear_key_grad() { grad_k_.clear(round_up(keys_.rows, kTileRows) * ld_); }
 
   void backward(const float* ds, const MaskTile& mask, float* grad_q, int64_t grad_q_stride,
                 double*) {
@@ -75,12 +75,14 @@ class DotScore : public FixedTile<96, kWidth == 16 ? 128 : 96> {
     masked_gemm(mask, k_finite_, ByRows{ds, kBlockN}, k_rows_, ld_, rows(), width, cols, grad_q_,
                 ld_, Store{});
     add_rows(grad_q_, ld_, rows(), p_.D, p_.scale, grad_q, grad_q_stride);
-    masked_gemm(mask, q_finite_, ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_, ld_,
-                Add{});
+    grad_k_.begin_tile();
+    masked_gemm(mask, q_finite_, ByCols{ds, kBlockN}, q_, ld_, cols, width, rows(), grad_k_.data(),
+                ld_, Add{});
   }
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
-    unpack_rows(grad_k_, ld_, __builtin_fabsf(p_.scale), nullptr,
+    grad_k_.end();
+    unpack_rows(grad_k_.data(), ld_, __builtin_fabsf(p_.scale), nullptr,
                 matrix_at(grad_k, b, hkv, j0, keys_.rows, p_.D));
   }
 
@@ -93,7 +95,8 @@ class DotScore : public FixedTile<96, kWidth == 16 ? 128 : 96> {
   float* slots_;
   int32_t* slot_rows_;
   float *q_, *k_transposed_;
-  float *k_rows_ = nullptr, *grad_q_ = nullptr, *grad_k_ = nullptr;
+  float *k_rows_ = nullptr, *grad_q_ = nullptr;
+  LongSums grad_k_;
   Matrix keys_{};
 };
 

@@ -87,12 +87,12 @@ class ValueGrads : public GradDefaults {
         ld_(tile_stride(p.E)),
         grad_out_(scratch.floats(round_up(min64(p.M, block_m), kTileRows) * ld_)),
         v_transposed_(scratch.floats(p.E * block_n)),
-        grad_v_(scratch.floats((block_n + kTileRows) * ld_)) {}
+        grad_v_(scratch, (block_n + kTileRows) * ld_, p, block_m) {}
 
   void load_values(int64_t b, int64_t hkv, int64_t j0, int64_t cols) {
     cols_ = cols;
     pack_transposed(matrix_at(p_.v, b, hkv, j0, cols, p_.E), 1.f, v_transposed_, block_n_);
-    fill(grad_v_, round_up(cols, kTileRows) * ld_, 0.f);
+    grad_v_.clear(round_up(cols, kTileRows) * ld_);
   }
 
   void load_grad_out(int64_t b, int64_t h, int64_t i0, int64_t rows) {
@@ -111,12 +111,14 @@ class ValueGrads : public GradDefaults {
   }
 
   void accumulate(float* weights, const MaskTile& mask) {
+    grad_v_.begin_tile();
     masked_gemm(mask, finite_, ByCols{weights, block_n_}, grad_out_, ld_, cols_,
-                round_up(p_.E, kWidth), rows_, grad_v_, ld_, Add{});
+                round_up(p_.E, kWidth), rows_, grad_v_.data(), ld_, Add{});
   }
 
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
-    unpack_rows(grad_v_, ld_, 1.f, nullptr, matrix_at(grad_v, b, hkv, j0, cols_, p_.E));
+    grad_v_.end();
+    unpack_rows(grad_v_.data(), ld_, 1.f, nullptr, matrix_at(grad_v, b, hkv, j0, cols_, p_.E));
   }
 
  private:
@@ -124,7 +126,8 @@ class ValueGrads : public GradDefaults {
   const View& grad_out_view_;
   int64_t block_n_, ld_, rows_ = 0, cols_ = 0;
   bool finite_ = true;
-  float *grad_out_, *v_transposed_, *grad_v_;
+  float *grad_out_, *v_transposed_;
+  LongSums grad_v_;
 };
 
 #ifdef FASTATTN_SHARED_CODE

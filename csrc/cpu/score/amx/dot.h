@@ -43,7 +43,7 @@ class AmxDotScore : public ScoreDefaults {
     ds_rows_ = Operand(scratch, tile_.m, tile_.n, p.q.dtype);
     ds_columns_ = Operand(scratch, tile_.n, tile_.m, p.q.dtype);
     grad_q_ = scratch.floats(tile_.m * ld_);
-    grad_k_ = Sums(scratch, ld_ * tile_.n);
+    grad_k_ = Sums(scratch, ld_ * tile_.n, p, tile_.m);
     grad_k_rows_ = scratch.floats(tile_.n * ld_);
   }
 
@@ -121,7 +121,7 @@ class AmxDotScore : public ScoreDefaults {
     add_rows(grad_q_, ld_, rows, p_.D, p_.scale / (grad_unit_ * input_unit_), grad_q,
              grad_q_stride);
 
-    grad_k_.use(grad_unit_);
+    grad_k_.begin_tile(grad_unit_);
     multiply_tiles(q_columns_, ds_columns_, p_.D, cols, rows, true, grad_k_.data(), tile_.n,
                    {.rows = mask.lists()});
     accumulate_rows_apart(ByCols{ds, tile_.n}, grad_unit_, cols, OutlierRows(), ds_outliers_,
@@ -162,6 +162,7 @@ class AmxDotScore : public ScoreDefaults {
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_k, b, hkv, j0, keys_.rows(), p_.D);
+    grad_k_.end();
     const float unit = grad_k_.unit() * input_unit_;
     const float factor = unit == 0.f ? 0.f : __builtin_fabsf(p_.scale) / unit;
     unpack_columns(grad_k_.data(), tile_.n, factor, grad_k_rows_, ld_, to);

@@ -118,7 +118,7 @@ class AmxValueGrads : public GradDefaults {
         grad_out_rows_(scratch, block_m, p.E, p.q.dtype),
         grad_out_columns_(scratch, p.E, block_m, p.q.dtype),
         weights_(scratch, block_n, block_m, p.q.dtype),
-        grad_v_(scratch, ld_ * block_n),
+        grad_v_(scratch, ld_ * block_n, p, block_m),
         grad_v_rows_(scratch.floats(block_n * ld_)) {}
 
   void use_keys(int64_t cols) { cols_ = cols; }
@@ -166,7 +166,7 @@ class AmxValueGrads : public GradDefaults {
     const Matrix tile = {weights, DType::kFloat32, 0, block_n_, 1, rows, cols};
     if (!packed_)
       pack_tiles<Depth::kRows, Side::kRight>(tile, weight_unit_, OutlierRows(), weights_);
-    grad_v_.use(weight_unit_ * grad_out_unit_);
+    grad_v_.begin_tile(weight_unit_ * grad_out_unit_);
     multiply_tiles(grad_out_columns_, weights_, p_.E, cols, rows, true, grad_v_.data(), block_n_,
                    {.rows = mask.lists()});
     accumulate_rows_apart(ByCols{weights, block_n_}, weight_unit_, cols, OutlierRows(),
@@ -203,6 +203,7 @@ class AmxValueGrads : public GradDefaults {
 
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_v, b, hkv, j0, values_.rows(), p_.E);
+    grad_v_.end();
     const float factor = grad_v_.unit() == 0.f ? 0.f : 1.f / grad_v_.unit();
     unpack_columns(grad_v_.data(), block_n_, factor, grad_v_rows_, ld_, to);
   }

@@ -124,23 +124,27 @@ static void accumulate_rows_apart(A a, float factor, int64_t rows, const Outlier
 // larger, but not above 2^81 in their unit, which leaves room for products and sums.
 constexpr int64_t kMostOctaves = 66, kMostApart = 80;
 
-// Sums in fp32 whose unit may have to change while they grow.
+// Sums whose unit may have to change while they grow.
 class Sums {
  public:
   Sums() = default;
-  Sums(Scratch& scratch, int64_t count) : count_(count), data_(scratch.floats(count)) {}
+  Sums(Scratch& scratch, int64_t count, const AttentionParams& p, int64_t tile_rows)
+      : count_(count), sums_(scratch, count, p, tile_rows) {}
 
-  float* data() const { return data_; }
+  float* data() const { return sums_.data(); }
   void clear() {
-    fill(data_, count_, 0.f);
+    sums_.clear(count_);
     unit_ = 0.f;
   }
+  void end() { unit_ = sums_.end(unit_); }
   // 0 if nothing has been added yet.
   float unit() const { return unit_; }
-  void use(float unit) {
+  // Before a tile is added, in this unit.
+  void begin_tile(float unit) {
+    sums_.begin_tile(unit_);
     const float factor = unit / unit_;
     for (int64_t n = 0; unit_ != 0.f && factor != 1.f && n < count_; n += kWidth)
-      store(data_ + n, load(data_ + n) * factor);
+      store(data() + n, load(data() + n) * factor);
     unit_ = unit;
   }
   // `unit`, or less if that would bring the sums near overflow.
@@ -148,7 +152,7 @@ class Sums {
     if (unit_ == 0.f || unit <= unit_) return unit;
     VecI top{};
     for (int64_t n = 0; n < count_; n += kWidth) {
-      const Vec x = load(data_ + n);
+      const Vec x = load(data() + n);
       top = largest(top, abs(x) < splat(kInf) ? x : Vec{});
     }
     const float most = max_lanes(from_bits(top));
@@ -159,7 +163,7 @@ class Sums {
 
  private:
   int64_t count_ = 0;
-  float* data_ = nullptr;
+  LongSums sums_;
   float unit_ = 0.f;
 };
 
