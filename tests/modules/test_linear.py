@@ -123,20 +123,26 @@ def test_few_tokens_and_large_weights(two_threads, layout, tokens, depth, dtype)
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
 def test_the_number_of_threads_changes_no_bit(two_threads, tokens):
-    """But that of MKL's own products does: those of 9 tokens, for instance."""
-    module = fastattn.MultiheadAttention(1024, 16, batch_first=True)
+    """But that of MKL's own products does: of 9 tokens on AMD, of gradients of 2 on Intel."""
     x = torch.randn(1, tokens, 1024)
 
-    def everything():
-        own = x.clone().requires_grad_()
-        out, _ = module(own, own, own, need_weights=False)
-        with torch.no_grad():
-            alone, _ = module(x, x, x, need_weights=False)
-        return out, alone, *torch.autograd.grad(out.sum(), (own, *module.parameters()))
+    def is_same(module):
+        def everything():
+            own = x.clone().requires_grad_()
+            out, _ = module(own, own, own, need_weights=False)
+            with torch.no_grad():
+                alone, _ = module(x, x, x, need_weights=False)
+            return out, alone, *torch.autograd.grad(out.sum(), (own, *module.parameters()))
 
-    found = everything()
-    torch.set_num_threads(1)
-    assert all(map(torch.equal, found, everything()))
+        torch.set_num_threads(2)
+        found = everything()
+        torch.set_num_threads(1)
+        return all(map(torch.equal, found, everything()))
+
+    by_mkl = linear._FROM[torch.float32] >= linear._NEVER
+    if by_mkl and not is_same(nn.MultiheadAttention(1024, 16, batch_first=True)):
+        pytest.skip("here a product of MKL's depends on the number of threads")
+    assert is_same(fastattn.MultiheadAttention(1024, 16, batch_first=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
