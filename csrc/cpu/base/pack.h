@@ -175,8 +175,8 @@ FASTATTN_SIMD void round_sums(const double* from, int64_t count, float* to) {
   for (int64_t n = 0; n < count; ++n) to[n] = static_cast<float>(from[n]);
 }
 
-// Gradients of a block of keys or values, summed over tiles of queries in fp32. Longer sums go on in
-// double: every kTiles tiles, those in fp32 are added to them and begin anew.
+// Gradients of a block of keys or values, summed over tiles of queries in fp32. Longer sums go on
+// in double: every kTiles tiles, those in fp32 are added to them and begin anew.
 class LongSums {
  public:
   LongSums() = default;

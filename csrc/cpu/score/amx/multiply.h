@@ -109,16 +109,19 @@ static void multiply_blocks(const Operand& a, const Operand& b, int64_t ms, int6
 // For one part, up to four tiles of depth at a time. A row of A's tiles stays in registers 4 to 7.
 // C is finished tile by tile, in register 0 or 1. A tile is stored amid the products of the next
 // one, because a store waits for the products before it. Right behind them, it would delay the next
-// loads as well. Measured: half the time.
+// loads as well. Measured: half the time. The lines of the next one, `next`, are prefetched: a
+// store waits for its line, and others wait behind it. Measured at d64: 5% of both passes.
 template <Form kForm, int kDepths, int kC>
 FASTATTN_SIMD void multiply_chain(const int32_t* b, bool add, float* c, float* previous,
-                                  int64_t ld) {
+                                  const float* next, int64_t ld) {
   const auto step = [&](auto depth) __attribute__((always_inline)) {
     if constexpr (depth < kDepths) {
       load_tile<2 + depth % 2>(b + depth * kTileWords, kTileLine);
       multiply_tile_registers<is_fp16(kForm), kC, 4 + depth, 2 + depth % 2>();
     }
   };
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < kEdge; ++r) __builtin_prefetch(next + r * ld, 1);
   add ? load_tile<kC>(c, ld * 4) : zero_tile<kC>();
   step(std::integral_constant<int, 0>{});
   step(std::integral_constant<int, 1>{});
@@ -139,8 +142,9 @@ static void multiply_chains(const Operand& a, const Operand& b, int64_t ms, int6
     if constexpr (kDepths > 3) load_tile<7>(left + 3 * kTileWords, kTileLine);
     for (int64_t n = 0; n < ns; ++n, odd = !odd) {
       float* const to = c + m * kEdge * ld + n * kEdge;
-      odd ? multiply_chain<kForm, kDepths, 1>(b.tiles(n, k), add, to, previous, ld)
-          : multiply_chain<kForm, kDepths, 0>(b.tiles(n, k), add, to, previous, ld);
+      const float* const next = n + 1 < ns ? to + kEdge : c + (m + 1) % ms * kEdge * ld;
+      odd ? multiply_chain<kForm, kDepths, 1>(b.tiles(n, k), add, to, previous, next, ld)
+          : multiply_chain<kForm, kDepths, 0>(b.tiles(n, k), add, to, previous, next, ld);
       previous = to;
     }
   }
