@@ -79,7 +79,7 @@ class UseForSdpa(TorchFunctionMode):
     ) -> Any:
         """Computes the one function, and hands on all others."""
         kwargs = kwargs or {}
-        if func in _COPIES and not _any_overrides((*args, *kwargs.values())):
+        if func in _COPIES and not _any_handles(func, (*args, *kwargs.values())):
             with self:
                 return _COPIES[func](*args, **kwargs)
         if func is _UNFLATTEN:  # calls super(), which torch.compile cannot trace here
@@ -105,12 +105,27 @@ def _copy(function: Callable) -> Callable:
 
 
 _BACKWARD = Tensor.backward, torch.autograd.backward, torch.autograd.grad
-_COPIES = {function: _copy(function) for function in (F.multi_head_attention_forward, *_BACKWARD)}
+# A program may have put something else in their place before the import, which is left alone.
+_COPIES = {
+    function: _copy(function)
+    for function in (F.multi_head_attention_forward, *_BACKWARD)
+    if isinstance(function, types.FunctionType) and function.__closure__ is None
+}
 
 
-def _any_overrides(values: Iterable[Any]) -> bool:
+def _any_handles(func: Callable, values: Iterable[Any]) -> bool:
+    """Whether one of these arguments, or one in a list, has a say in what the function does."""
     flat = (y for x in values for y in (x if isinstance(x, (tuple, list)) else (x,)))
-    return any(map(arguments.overrides, flat))
+    # Results have the type of a subclass without rules of its own. The calls inside of
+    # F.multi_head_attention_forward see to that.
+    by_calls = func is F.multi_head_attention_forward
+    return any(map(arguments.overrides if by_calls else _is_asked, flat))
+
+
+def _is_asked(x: Any) -> bool:
+    """Whether torch asks the type of ``x`` to handle a call."""
+    own = getattr(type(x), "__torch_function__", None)
+    return not (type(x) is Tensor or own is None or own is torch._C._disabled_torch_function_impl)
 
 
 _NAMES = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"

@@ -1,5 +1,8 @@
 """use_for_sdpa where gradients are checkpointed: what is computed again is ours too."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,6 +110,47 @@ class Loss(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         SEEN.append(func)
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Plain(Tensor):
+    """With torch's own rule: results of a function are of the type of its arguments."""
+
+
+@pytest.mark.parametrize("how", ["method", "backward", "grad"])
+def test_a_gradient_has_the_type_that_it_has_outside(how):
+    def found():
+        x = torch.ones(3).as_subclass(Plain).requires_grad_()
+        return type(gradient(x * 2, x, how))
+
+    outside = found()
+    with fastattn.use_for_sdpa():
+        assert found() is outside
+
+
+PATCHED = """
+import functools, torch
+def patch(owner, name):
+    own = getattr(owner, name)
+    @functools.wraps(own)
+    def patched(*args, **kwargs):
+        return own(*args, **kwargs)
+    setattr(owner, name, patched)
+patch(torch.autograd, "backward")
+patch(torch.autograd, "grad")
+torch.Tensor.backward = functools.partialmethod(torch.Tensor.backward)
+import fastattn
+x = torch.ones(2, 5, 8, requires_grad=True)
+with fastattn.use_for_sdpa() as calls:
+    out = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    torch.autograd.backward([out.sum()], retain_graph=True)
+    out.sum().backward()
+assert calls.fastattn == 1
+"""
+
+
+def test_functions_that_were_replaced_before_the_import():
+    subprocess.run([sys.executable, "-c", PATCHED], check=True)
 
 
 @pytest.mark.parametrize("how", ["method", "backward", "grad"])
