@@ -133,6 +133,16 @@ def test_huge_gradients_of_large_values_behind_tiny_ones(isa):
     check(call, grad_out)
 
 
+@pytest.mark.parametrize("factors", [(1, 1e-4, 1), (1e-4, 1, 1e-4), (1e-12, 1e-12, 1)])
+def test_long_sums_of_gradients_of_another_magnitude(isa, factors):
+    """The factor changes where sums go on in double, after every 64 tiles of 64 queries."""
+    call, grad_out = scaled(inputs(M=130 * 64, N=20, D=8, E=8), 1, 1, 1, 1)
+    for rows, factor in zip(grad_out.split(64 * 64, dim=2), factors, strict=True):
+        rows += rows.abs().amax()  # terms of one sign
+        rows *= factor
+    check(call, grad_out)
+
+
 @pytest.mark.parametrize("rows", [slice(None), slice(None, None, 5)], ids=["all", "some"])
 @pytest.mark.parametrize("name", ["lse", "weights"])
 def test_huge_gradients_of_another_result(isa, name, rows):

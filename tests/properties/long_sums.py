@@ -9,6 +9,7 @@ from fastattn.testing import Case
 LONG = {
     "queries": dict(B=1, H=1, Hkv=1, M=200_000, N=8, bias="n"),
     "keys": dict(B=1, H=1, Hkv=1, M=20, N=8000),
+    "unsplit keys": dict(B=1, H=1, Hkv=1, M=256, N=8000),  # a task of the CPU takes all of them
     "samples": dict(B=3000, H=4, Hkv=1, M=4, N=4, bias="hmn"),
 }
 

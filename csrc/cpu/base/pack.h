@@ -198,12 +198,13 @@ class LongSums {
     add_to_sums(data_, count_, 1. / static_cast<double>(unit), totals_);
     fill(data_, count_, 0.f);
   }
-  // After the last tile. Returns the factor of the sums from now on.
-  float end(float unit = 1.f) {
+  // After the last tile. Returns the factor of the sums from now on: `last` of long ones.
+  float end(float unit = 1.f, float last = 1.f) {
     if (tiles_ <= kTiles) return unit;
     add_to_sums(data_, count_, 1. / static_cast<double>(unit), totals_);
-    round_sums(totals_, count_, data_);
-    return 1.f;
+    for (int64_t n = 0; n < count_; ++n)
+      data_[n] = static_cast<float>(totals_[n] * static_cast<double>(last));
+    return last;
   }
 
  private:

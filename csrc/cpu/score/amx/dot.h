@@ -162,7 +162,7 @@ class AmxDotScore : public ScoreDefaults {
 
   void store_key_grad(const View& grad_k, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_k, b, hkv, j0, keys_.rows(), p_.D);
-    grad_k_.end();
+    grad_k_.end(1.f / input_unit_);
     const float unit = grad_k_.unit() * input_unit_;
     const float factor = unit == 0.f ? 0.f : __builtin_fabsf(p_.scale) / unit;
     unpack_columns(grad_k_.data(), tile_.n, factor, grad_k_rows_, ld_, to);

@@ -203,7 +203,7 @@ class AmxValueGrads : public GradDefaults {
 
   void store(const View& grad_v, int64_t b, int64_t hkv, int64_t j0) {
     const Matrix to = matrix_at(grad_v, b, hkv, j0, values_.rows(), p_.E);
-    grad_v_.end();
+    grad_v_.end(1.f);
     const float factor = grad_v_.unit() == 0.f ? 0.f : 1.f / grad_v_.unit();
     unpack_columns(grad_v_.data(), block_n_, factor, grad_v_rows_, ld_, to);
   }

@@ -136,7 +136,7 @@ class Sums {
     sums_.clear(count_);
     unit_ = 0.f;
   }
-  void end() { unit_ = sums_.end(unit_); }
+  void end(float last) { unit_ = sums_.end(unit_, last); }
   // 0 if nothing has been added yet.
   float unit() const { return unit_; }
   // Before a tile is added, in this unit.

@@ -60,10 +60,9 @@ struct TileBlock {
 
 template <Form kForm, int kRows, int kCols>
 FASTATTN_SIMD void multiply_block(const Operand& a, const Operand& b, int64_t m, int64_t n,
-                                  int64_t depths, bool add, float* c, int64_t ld) {
+                                  int64_t depths, bool add, float* to, int64_t ld) {
   using Block = TileBlock<kForm, kRows, kCols>;
   using Order = Steps<parts_of(kForm)>;
-  float* const to = c + m * kEdge * ld + n * kEdge;
   add ? Block::load(to, ld) : Block::clear();
   for (int64_t k = 0; k < depths; ++k) {
     const int32_t *const a0 = a.tiles(m, k), *const a1 = a.tiles(m + kRows - 1, k);
@@ -81,8 +80,32 @@ FASTATTN_SIMD void multiply_block(const Operand& a, const Operand& b, int64_t m,
   Block::store(to, ld);
 }
 
+// Products of blocks that vectors add to C, each amid the products of the next block.
+class AddLater {
+ public:
+  explicit AddLater(int64_t ld) : ld_(ld) {}
+  // Where the next product goes: [rows, cols] of what take() is given.
+  float* next() { return products_[turn_ % 2]; }
+  FASTATTN_MEMBER void take(float* c, int64_t rows, int64_t cols) {
+    add_last();
+    last_ = next(), c_ = c, rows_ = rows, cols_ = cols;
+    ++turn_;
+  }
+  FASTATTN_MEMBER void add_last() const {
+    for (int64_t r = 0; r < rows_; ++r)
+      for (int64_t n = 0; n < cols_; n += kWidth)
+        store(c_ + r * ld_ + n, load(c_ + r * ld_ + n) + load(last_ + r * cols_ + n));
+  }
+
+ private:
+  int64_t ld_, turn_ = 0, rows_ = 0, cols_ = 0;
+  float *c_ = nullptr, *last_ = nullptr;
+  alignas(64) float products_[2][2 * kTileWords];
+};
+
 // For several parts. A group of one operand's rows or columns stays in the L1 cache, while the
-// whole other operand is read once for each group.
+// whole other operand is read once for each group. Of fp32, a block's product is a sum of its own:
+// each addition to a long one rounds, and the unit makes 384 for 128 keys.
 template <Form kForm>
 static void multiply_blocks(const Operand& a, const Operand& b, int64_t ms, int64_t ns,
                             int64_t depths, bool add, float* c, int64_t ld) {
@@ -95,15 +118,27 @@ static void multiply_blocks(const Operand& a, const Operand& b, int64_t ms, int6
   const int64_t count = columns ? ns : ms, others = columns ? ms : ns;
   // Pairs of tiles, in groups of about the same size.
   const int64_t size = round_up(ceil_div(count, groups(count)), 2);
+  const bool apart = add && (kForm == Form::kThreeBf16 || kForm == Form::kTwoHalves);
+  AddLater later(ld);
   const auto block = [&](int64_t i, int64_t other) __attribute__((always_inline)) {
     const int64_t m = columns ? other : i, n = columns ? i : other;
-    if (i + 1 == count) return multiply_block<kForm, 1, 1>(a, b, m, n, depths, add, c, ld);
-    columns ? multiply_block<kForm, 1, 2>(a, b, m, n, depths, add, c, ld)
-            : multiply_block<kForm, 2, 1>(a, b, m, n, depths, add, c, ld);
+    const bool two = i + 1 < count;
+    const int64_t cols = two && columns ? 2 * kEdge : kEdge;
+    float* const own = c + m * kEdge * ld + n * kEdge;
+    float* const to = apart ? later.next() : own;
+    const int64_t ld_to = apart ? cols : ld;
+    const bool onto = add && !apart;
+    if (!two)
+      multiply_block<kForm, 1, 1>(a, b, m, n, depths, onto, to, ld_to);
+    else
+      columns ? multiply_block<kForm, 1, 2>(a, b, m, n, depths, onto, to, ld_to)
+              : multiply_block<kForm, 2, 1>(a, b, m, n, depths, onto, to, ld_to);
+    if (apart) later.take(own, two && !columns ? 2 * kEdge : kEdge, cols);
   };
   for (int64_t begin = 0; begin < count; begin += size)
     for (int64_t other = 0; other < others; ++other)
       for (int64_t i = begin; i < min64(count, begin + size); i += 2) block(i, other);
+  later.add_last();
 }
 
 // For one part, up to four tiles of depth at a time. A row of A's tiles stays in registers 4 to 7.
