@@ -181,12 +181,13 @@ FASTATTN_FN int64_t backward_keys(const BackwardParams& p) {
 constexpr int64_t kBackwardBytes = 32ll << 20;
 
 // Tiles are as small as blocks of a mask may be. With one part a number (bf16), products are so
-// fast that the other costs of a tile matter more, such as reading and writing sums (Xeon).
+// fast that the other costs of a tile matter more. One of them is the sums of dK and dV, which more
+// rows read and write less often (Xeon). A band has few whole tiles of so many rows.
 FASTATTN_FN TileSize backward_unit(const AttentionParams& p, Unit unit) {
   if (unit == Unit::kBFloat16) return {64, 128};
   const bool one_part = p.q.dtype == DType::kBFloat16;
   if (dense_varies_by_row(p.mask)) return {64, one_part ? 128 : 64};
-  return {one_part ? 128 : 64, 256};
+  return {one_part && p.M > 64 && band_keeps_all(p.mask, p.M, p.N) ? 128 : 64, 256};
 }
 
 FASTATTN_FN int64_t backward_chunk_keys(const BackwardParams& p) {
