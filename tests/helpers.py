@@ -169,8 +169,7 @@ def assert_module_close(module, formula, tensors: list, terms: float = 0.0, **op
 
     ``formula(module, *tensors)`` computes the same in plain PyTorch, from the parameters of its
     module. In the module's dtype it is the peer, in float64 the truth. Tensors that are not
-    floating point stay as they are. The ulp of a gradient is that of the largest gradient, since
-    some cancel, or of ``terms``, the root-sum-square of the summed terms.
+    floating point stay as they are.
     """
     exact = copy.deepcopy(module).double()
     wide = [x.double() if x.is_floating_point() else x for x in tensors]
@@ -179,11 +178,20 @@ def assert_module_close(module, formula, tensors: list, terms: float = 0.0, **op
     peer, peer_grads = with_gradients(functools.partial(formula, module), module, tensors, dtype)
     truth, true_grads = with_gradients(functools.partial(formula, exact), exact, wide, dtype)
     assert_close(ours, peer, truth)
-    scale = max(terms, *map(testing.largest, true_grads.values()))
-    for name, grad in true_grads.items():
-        # A parameter may be wider than the tensors, whose rounding its gradient has all the same.
-        found, plain = (grads[name].to(dtype) for grads in (our_grads, peer_grads))
-        testing.assert_within_budget(found, plain, grad, name, scale)
+    # A parameter may be wider than the tensors, whose rounding its gradient has all the same.
+    found, plain = ({n: g.to(dtype) for n, g in x.items()} for x in (our_grads, peer_grads))
+    assert_gradients_close(found, plain, true_grads, terms)
+
+
+def assert_gradients_close(ours: dict, peer: dict, truth: dict, terms: float = 0.0) -> None:
+    """Gradients of one call by name, within the budget.
+
+    The ulp of a gradient is that of the largest gradient, since some cancel, or of ``terms``, the
+    root-sum-square of the summed terms.
+    """
+    scale = max(terms, *map(testing.largest, truth.values()))
+    for name, grad in truth.items():
+        testing.assert_within_budget(ours[name], peer[name], grad, name, scale)
 
 
 def assert_tools_keep(module, other, *tensors) -> None:

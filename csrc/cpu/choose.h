@@ -181,8 +181,8 @@ FASTATTN_FN int64_t backward_keys(const BackwardParams& p) {
 constexpr int64_t kBackwardBytes = 32ll << 20;
 
 // Tiles are as small as blocks of a mask may be. With one part a number (bf16), products are so
-// fast that the other costs of a tile matter more. One of them is the sums of dK and dV, which more
-// rows read and write less often (Xeon). A band has few whole tiles of so many rows.
+// fast that the other costs of a tile matter more. With twice the rows, the sums of dK and dV are
+// read and written half as often (Xeon). A band has few whole tiles of so many rows.
 FASTATTN_FN TileSize backward_unit(const AttentionParams& p, Unit unit) {
   if (unit == Unit::kBFloat16) return {64, 128};
   const bool one_part = p.q.dtype == DType::kBFloat16;

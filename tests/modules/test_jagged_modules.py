@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_close
+from helpers import assert_close, assert_gradients_close
 from torch import nn
 from torch.nn.functional import pad
 
 import fastattn
-from fastattn import Mask, testing
+from fastattn import Mask
 
 DIM, QUERIES, KEYS = 8, (3, 0, 70, 5), (4, 2, 70, 3)
 SQUARE = 6, 1, 0, 70
@@ -56,9 +56,7 @@ def check(module, jagged, alone, lengths, dtype=torch.float32):
     truth = derived(copy.deepcopy(module).double(), one_by_one, wide)
     first = -len(leaves) - sum(p.requires_grad for p in module.parameters())
     assert_close(got[:first], expected[:first], truth[:first])
-    scale = max(map(testing.largest, truth[first:]))  # some gradients cancel
-    for n, grads in enumerate(zip(got[first:], expected[first:], truth[first:], strict=True)):
-        testing.assert_within_budget(*grads, name=f"gradient {n}", scale=scale)
+    assert_gradients_close(*(dict(enumerate(x[first:])) for x in (got, expected, truth)))
 
 
 def both(call):

@@ -176,7 +176,7 @@ FASTATTN_SIMD void round_sums(const double* from, int64_t count, float* to) {
 }
 
 // Gradients of a block of keys or values, summed over tiles of queries in fp32. Longer sums go on
-// in double: every kTiles tiles, those in fp32 are added to them and begin anew.
+// in double: every kTiles tiles, those in fp32 are added to them and begin anew (0033).
 class LongSums {
  public:
   LongSums() = default;
