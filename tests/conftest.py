@@ -244,8 +244,15 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def isa(request, extension):
-    """Forces the CPU kernels of one instruction set."""
+    """Forces the CPU kernels of one instruction set. A matrix unit runs where it is slower, too.
+
+    Problems as small as those of tests would be left to vectors, as other sets compute them.
+    """
     before = torch.ops.fastattn.cpu_isa()
     assert torch.ops.fastattn.select_cpu_isa(request.param)
+    if request.param.startswith("amx"):
+        ways = "heads_as_rows,heads_together,split_keys,one_query,matrix_unit"
+        assert torch.ops.fastattn.select_cpu_path(ways)
     yield request.param
+    assert torch.ops.fastattn.select_cpu_path(os.environ.get("FASTATTN_CPU_PATH", "auto"))
     assert torch.ops.fastattn.select_cpu_isa(before)

@@ -11,7 +11,7 @@ namespace fastattn::binding {
 
 // `contiguous_keys`: rows of k are. `keep_by_row`: there is a dense mask, and it has rows.
 inline std::string cpu_path(int64_t B, int64_t H, int64_t Hkv, int64_t M, int64_t N, int64_t D,
-                            bool bf16, bool contiguous_keys, int64_t score, bool bias,
+                            ScalarType dtype, bool contiguous_keys, int64_t score, bool bias,
                             bool keep_by_row, bool dropout, bool weights, int64_t band_lo,
                             int64_t band_hi) {
   STD_TORCH_CHECK(Hkv == H || (Hkv > 0 && H % Hkv == 0), "fastattn: Hkv: expected a divisor of H, ",
@@ -20,7 +20,7 @@ inline std::string cpu_path(int64_t B, int64_t H, int64_t Hkv, int64_t M, int64_
   ForwardParams p{};
   p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N, p.D = D;
   p.k.stride_c = contiguous_keys ? 1 : 0, p.v.stride_c = 1;
-  p.q.dtype = bf16 ? DType::kBFloat16 : DType::kFloat32;
+  p.q.dtype = dtype_of(dtype, "dtype");
   p.score = score_kind(score);
   if (p.score != ScoreKind::kDot) p.w.data = &something;
   if (bias) p.bias.data = &something;

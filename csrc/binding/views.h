@@ -15,8 +15,8 @@ namespace fastattn::binding {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline DType dtype_of(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
+inline DType dtype_of(ScalarType type, const char* name) {
+  switch (type) {
     case ScalarType::Float:
       return DType::kFloat32;
     case ScalarType::BFloat16:
@@ -27,6 +27,7 @@ inline DType dtype_of(const Tensor& t, const char* name) {
       STD_TORCH_CHECK(false, "fastattn: ", name, ": expected float32, bfloat16 or float16");
   }
 }
+inline DType dtype_of(const Tensor& t, const char* name) { return dtype_of(t.scalar_type(), name); }
 
 // Where the elements of a tensor lie. Kernels take nullptr for an argument that is not given, and
 // `x.untyped_storage().resize_(0)` frees the memory of a tensor that keeps its shape. Other sizes

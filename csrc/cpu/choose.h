@@ -6,12 +6,14 @@
 //
 // FASTATTN_CPU_PATH, read once, helps to find the short way that makes a row wrong. "tiles" turns
 // all short ways off. The name of one forces that one wherever it can run, and turns off the
-// others. "rows_in_place" forces keys alone: values are read in place for few queries only, because
-// the sums of many would lose digits.
+// others. Commas join several. "rows_in_place" forces keys alone: values are read in place for few
+// queries only, because the sums of many would lose digits.
 #pragma once
 
-#include <cstring>
+#include <algorithm>
+#include <iterator>
 #include <string>
+#include <string_view>
 
 #include "cpu/base/path.h"
 #include "cpu/loop/plan.h"
@@ -39,10 +41,10 @@ struct ShortWays {
   bool take(ShortWay way, bool pays) const { return (allowed & way) != 0 && (forced || pays); }
 };
 
-// The set that the environment variable names; all of them for nullptr and unknown names.
-FASTATTN_FN ShortWays short_ways(const char* name) {
+// What the environment variable names; all of them for nullptr and unknown names.
+FASTATTN_FN ShortWays short_ways(const char* names) {
   constexpr struct {
-    const char* name;
+    std::string_view name;
     unsigned ways;
   } kNames[] = {
       {"tiles", 0},
@@ -54,13 +56,21 @@ FASTATTN_FN ShortWays short_ways(const char* name) {
       {"matrix_unit", kMatrixUnit},
       {"one_thread", kOneThread},
   };
-  for (const auto& known : kNames)
-    if (name != nullptr && std::strcmp(name, known.name) == 0) return {known.ways, true};
-  return {};
+  ShortWays named{0, true};
+  for (std::string_view rest = names == nullptr ? "" : names;;) {
+    const std::string_view name = rest.substr(0, rest.find(','));
+    const auto* const known = std::find_if(std::begin(kNames), std::end(kNames),
+                                           [&](const auto& x) { return x.name == name; });
+    if (known == std::end(kNames)) return {};
+    named.allowed |= known->ways;
+    if (name.size() == rest.size()) return named;
+    rest.remove_prefix(name.size() + 1);
+  }
 }
 
-// Which inputs an instruction set multiplies like the matrix unit. AVX512-BF16 does so for bf16.
-enum class Unit { kNone, kBFloat16, kEveryDtype };
+// What an instruction set has instead of vectors of floats: instructions for bf16 (AVX512-BF16), or
+// a matrix unit for every dtype, of tiles of bf16 (AMX) or of fp16 too.
+enum class Unit { kNone, kBFloat16, kTiles, kFp16Tiles };
 
 // What a decision depends on, beside the problem.
 struct Chooser {
@@ -71,31 +81,43 @@ struct Chooser {
 // ---- both passes ----
 
 // Rows in place: with at most this many queries, packing a tile costs more than reading it in
-// place. Without a matrix unit, and with at least so many dims, that holds for a few more (Zen 4,
-// with AVX-512 and with AVX2). On Zen 3, 12 queries of 64 dims cost about the same either way.
+// place. With at least so many dims, that holds for a few more (Zen 4, with AVX-512 and with AVX2;
+// Xeon with AVX-512). On Zen 3, 12 queries of 64 dims cost about the same either way.
 constexpr int64_t kInPlaceRows = 8, kInPlaceMoreRows = 12, kInPlaceMoreDims = 64;
 // Short chains: up to this many queries, each row sums its values so. The gradient of a bias that
 // few rows share needs these digits. At 9 to 12 queries a call takes 2 to 4% longer (Zen 4).
 constexpr int64_t kShortChainRows = 12;
-// Matrix unit: with at most this many pairs (i, j) a head, laying out its operands costs more than
-// it gains (d64, powers of two, Xeon).
-constexpr int64_t kUnitPairs = 16 * 64;
+// Matrix unit: laying out a row or a key for a product of tiles costs what so many pairs (i, j)
+// gain by the product (d32 to d128, Xeon: 0004). A number of several parts takes several products.
+constexpr int64_t kTilePairs = 10;
+// AVX512-BF16: with at most this many pairs a head, laying out operands costs more than it gains.
+constexpr int64_t kBFloat16Pairs = 16 * 64;
 // One thread: waking others takes as long as about this much work, by pass_work() (Zen 3).
 constexpr double kParallelWork = 1 << 20;
 
-FASTATTN_FN bool has_matrix_unit(const AttentionParams& p, const Chooser& chooser) {
-  return chooser.unit == Unit::kEveryDtype ||
-         (chooser.unit == Unit::kBFloat16 && p.q.dtype == DType::kBFloat16);
+// Products of tiles for one of numbers (score/amx/parts.h).
+constexpr int64_t tile_products(Unit unit, DType dtype) {
+  if (dtype == DType::kFloat32) return unit == Unit::kFp16Tiles ? 3 : 6;
+  return dtype == DType::kFloat16 && unit == Unit::kTiles ? 3 : 1;
+}
+FASTATTN_FN bool unit_pays(const AttentionParams& p, Unit unit) {
+  if (p.M <= kInPlaceRows) return false;
+  if (unit == Unit::kBFloat16) return p.M * p.N > kBFloat16Pairs;
+  const int64_t laid_out = p.H * p.M + p.Hkv * p.N;  // heads that share keys share their layout
+  const double pairs = static_cast<double>(p.H) * band_pairs(p.mask, p.M, p.N);
+  return pairs > static_cast<double>(kTilePairs * tile_products(unit, p.q.dtype) * laid_out);
+}
+FASTATTN_FN bool uses_matrix_unit(const AttentionParams& p, const Chooser& chooser) {
+  const bool has_unit =
+      chooser.unit == Unit::kBFloat16 ? p.q.dtype == DType::kBFloat16 : chooser.unit != Unit::kNone;
+  return has_unit && p.score == ScoreKind::kDot &&
+         chooser.ways.take(kMatrixUnit, unit_pays(p, chooser.unit));
 }
 // Both passes must call this for the keys, so that both sum a score in the same order.
 FASTATTN_FN bool is_in_place(const AttentionParams& p, const View& rows, const Chooser& chooser) {
-  const bool more = p.D >= kInPlaceMoreDims && !has_matrix_unit(p, chooser);
-  const bool pays = p.M <= (more ? kInPlaceMoreRows : kInPlaceRows);
-  return rows_are_contiguous(rows) && chooser.ways.take(kRowsInPlace, pays);
-}
-FASTATTN_FN bool uses_matrix_unit(const AttentionParams& p, const Chooser& chooser) {
-  const bool pays = p.M > kInPlaceRows && p.M * p.N > kUnitPairs;
-  return has_matrix_unit(p, chooser) && chooser.ways.take(kMatrixUnit, pays);
+  const bool pays = p.M <= (p.D >= kInPlaceMoreDims ? kInPlaceMoreRows : kInPlaceRows);
+  return rows_are_contiguous(rows) && !uses_matrix_unit(p, chooser) &&
+         chooser.ways.take(kRowsInPlace, pays);
 }
 // For the additive score. Each key has one pair, so an exponential a pair is as cheap as one a key.
 FASTATTN_FN bool is_one_query(const AttentionParams& p, const Chooser& chooser) {
@@ -106,8 +128,8 @@ FASTATTN_FN Way choose_way(const AttentionParams& p, const Chooser& chooser) {
   if (p.score == ScoreKind::kGaussian) return Way::kTiles;
   if (p.score == ScoreKind::kAdditive)
     return is_one_query(p, chooser) ? Way::kOneQuery : Way::kTiles;
-  if (is_in_place(p, p.k, chooser)) return Way::kRowsInPlace;
-  return uses_matrix_unit(p, chooser) ? Way::kMatrixUnit : Way::kTiles;
+  if (uses_matrix_unit(p, chooser)) return Way::kMatrixUnit;
+  return is_in_place(p, p.k, chooser) ? Way::kRowsInPlace : Way::kTiles;
 }
 
 template <typename Params>

@@ -158,10 +158,10 @@ bool runs_amx_fp16() {
 // Widest first.
 constexpr Kernels kTable[] = {
 #ifdef FASTATTN_HAVE_AMX_FP16
-    FASTATTN_UNIT(amx_fp16, kEveryDtype, has_amx_fp16, runs_amx_fp16),
+    FASTATTN_UNIT(amx_fp16, kFp16Tiles, has_amx_fp16, runs_amx_fp16),
 #endif
 #ifdef FASTATTN_HAVE_AMX
-    FASTATTN_UNIT(amx, kEveryDtype, has_amx, has_amx),
+    FASTATTN_UNIT(amx, kTiles, has_amx, has_amx),
 #endif
 #ifdef FASTATTN_HAVE_AVX512_BF16
     FASTATTN_UNIT(avx512_bf16, kBFloat16, gains_by_avx512_bf16, has_avx512_bf16),

@@ -48,6 +48,19 @@ FASTATTN_FN bool band_keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
   return mask.band_lo <= 1 - M && mask.band_hi >= N - 1;
 }
 
+// Pairs (i, j) of a head that the band keeps, if it keeps some of each row.
+FASTATTN_FN double band_pairs(const MaskParams& mask, int64_t M, int64_t N) {
+  const double rows = static_cast<double>(M), keys = static_cast<double>(N);
+  // The sum of max(0, t - i) over the rows i.
+  const auto triangle = [rows](double t) {
+    const double n = t < 0 ? 0 : t < rows ? t : rows;
+    return n * t - n * (n - 1) / 2;
+  };
+  const auto dropped = [&](double t) { return triangle(t) - triangle(t - keys); };
+  return rows * keys - dropped(keys - 1 - static_cast<double>(mask.band_hi)) -
+         dropped(rows - 1 + static_cast<double>(mask.band_lo));
+}
+
 // Whether there is nothing that could drop a pair.
 FASTATTN_FN bool keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
   return band_keeps_all(mask, M, N) && !keys_vary(mask);

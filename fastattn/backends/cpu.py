@@ -42,7 +42,7 @@ def path(p: Problem, bias: bool = False, contiguous_keys: bool = True) -> str:
     lo, hi = p.band()
     keep = p.mask.keep
     return torch.ops.fastattn.cpu_path(
-        *(p.B, p.H, p.Hkv, p.M, p.N, p.D, p.dtype == torch.bfloat16, contiguous_keys),
+        *(p.B, p.H, p.Hkv, p.M, p.N, p.D, p.dtype, contiguous_keys),
         *(SCORES[p.score], bias, keep is not None and keep.shape[-2] > 1),
         *(p.dropout is not None, p.weights != "none"),
         -p.M if lo is None else lo,

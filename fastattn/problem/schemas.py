@@ -182,8 +182,9 @@ OF_THE_MACHINE = {
     # The path of a forward pass through the CPU kernels, in words: csrc/binding/path.h. And forcing
     # one, as FASTATTN_CPU_PATH does ("auto": none).
     "cpu_path": (
-        "(int B, int H, int Hkv, int M, int N, int D, bool bf16, bool contiguous_keys, int score, "
-        "bool bias, bool keep_by_row, bool dropout, bool weights, int band_lo, int band_hi) -> str"
+        "(int B, int H, int Hkv, int M, int N, int D, ScalarType dtype, bool contiguous_keys, "
+        "int score, bool bias, bool keep_by_row, bool dropout, bool weights, int band_lo, "
+        "int band_hi) -> str"
     ),
     "select_cpu_path": "(str name) -> bool",
     # A loop of csrc/cpu/entry/limits.cpp, on every thread; returns what they did together.

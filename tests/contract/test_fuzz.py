@@ -25,7 +25,9 @@ the_same = settings(
 
 
 def splits_keys(case):
-    return case.N > 1000 and "chunks" in cpu.path(runners._kept(case, testing.make(case))[0])
+    if case.N <= 1000 or case.dtype is torch.float64:
+        return False
+    return "chunks" in cpu.path(runners._kept(case, testing.make(case))[0])
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Every path through the CPU kernels alone: FASTATTN_CPU_PATH forces one short way, or none."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -67,10 +68,11 @@ def paths() -> list[str]:
 
 @pytest.mark.skipif("FASTATTN_CPU_PATH" in os.environ, reason="FASTATTN_CPU_PATH is set")
 def test_usual_paths(isa):
+    assert torch.ops.fastattn.select_cpu_path("auto")
     unit = isa.startswith("amx")
     assert paths() == [
         "rows in place",
-        "tiles" if unit else "rows in place",
+        "rows in place",
         "tiles",
         "heads as rows, rows in place, keys in 4 chunks",
         "one query",
@@ -78,6 +80,39 @@ def test_usual_paths(isa):
         "matrix unit 64x128" if unit else "tiles",
         "matrix unit 64x64" if unit else "tiles",
     ]
+
+
+PRODUCTS = {  # of tiles, for one of numbers
+    "amx": {torch.float32: 6, torch.float16: 3, torch.bfloat16: 1},
+    "amx_fp16": {torch.float32: 3, torch.float16: 1, torch.bfloat16: 1},
+}
+
+
+@pytest.mark.skipif("FASTATTN_CPU_PATH" in os.environ, reason="FASTATTN_CPU_PATH is set")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_matrix_unit_serves_whom_it_gains_by(isa, dtype):
+    """0004: 10 pairs a product for each row and each key that are laid out, by count."""
+    assert torch.ops.fastattn.select_cpu_path("auto")
+    sizes = (9, 16, 33, 64, 70, 150), (7, 33, 64, 200, 300)
+    bands = {}, dict(causal="top_left"), dict(causal="bottom_right"), dict(window=(20, 30))
+    bands += dict(window=(0, -1)), dict(window=(200, 3))
+    served = set()
+    for M, N, band, Hkv in itertools.product(*sizes, bands, (1, 4)):
+        p = problem(H=4, Hkv=Hkv, M=M, N=N, mask=Mask(**band), dtype=dtype)
+        served.add(expected := takes_unit(p, isa))
+        assert cpu.path(p).startswith("matrix unit") == expected, p
+    assert len(served) == 1 + (isa in PRODUCTS or (isa, dtype) == ("avx512_bf16", torch.bfloat16))
+
+
+def takes_unit(p, isa):
+    if isa == "avx512_bf16":
+        return p.dtype is torch.bfloat16 and p.M > 8 and p.M * p.N > 1024
+    i, j = torch.arange(p.M)[:, None], torch.arange(p.N)
+    lo, hi = p.band()
+    kept = (j >= i + (-p.M if lo is None else lo)) & (j <= i + (p.N if hi is None else hi))
+    pairs = kept.sum().item()
+    laid_out = p.H * p.M + p.Hkv * p.N
+    return isa in PRODUCTS and p.M > 8 and p.H * pairs > 10 * PRODUCTS[isa][p.dtype] * laid_out
 
 
 @pytest.fixture
@@ -149,7 +184,7 @@ def test_what_a_name_forces(forced):
         assert all(path.startswith(forced.replace("_", " ")) for path in short)
 
 
-@pytest.mark.parametrize("name", ["", "shortest", "Tiles"])
+@pytest.mark.parametrize("name", ["", "shortest", "Tiles", "tiles,", "split_keys,,tiles"])
 def test_an_unknown_path_is_refused_and_changes_nothing(name):
     before = paths()
     assert not torch.ops.fastattn.select_cpu_path(name)
@@ -158,13 +193,14 @@ def test_an_unknown_path_is_refused_and_changes_nothing(name):
 
 def test_what_is_no_problem_has_no_path():
     sizes = dict(B=1, H=4, Hkv=0, M=1, N=8, D=8, band_lo=-1, band_hi=8, score=0)
-    names = ("bf16", "contiguous_keys", "bias", "keep_by_row", "dropout", "weights")
-    flags = dict.fromkeys(names, False)
+    names = ("contiguous_keys", "bias", "keep_by_row", "dropout", "weights")
+    flags = dict.fromkeys(names, False) | dict(dtype=torch.float32)
     with pytest.raises(RuntimeError, match="Hkv: expected a divisor of H, 4, got 0"):
         torch.ops.fastattn.cpu_path(**sizes, **flags)
-    sizes |= dict(Hkv=4, score=3)
     with pytest.raises(RuntimeError, match=r"score: expected 0 .* got 3"):
-        torch.ops.fastattn.cpu_path(**sizes, **flags)
+        torch.ops.fastattn.cpu_path(**sizes | dict(Hkv=4, score=3), **flags)
+    with pytest.raises(RuntimeError, match="dtype: expected float32, bfloat16 or float16"):
+        torch.ops.fastattn.cpu_path(**sizes | dict(Hkv=4), **flags | dict(dtype=torch.float64))
 
 
 @pytest.mark.skipif("FASTATTN_CPU_PATH" in os.environ, reason="FASTATTN_CPU_PATH is set")
@@ -178,6 +214,11 @@ def test_strided_keys_have_another_path(score, path):
     assert explained.path == path
     explained = fastattn.explain(query, keys.mT.contiguous().mT, keys, **score)
     assert explained.path == "tiles"
+
+
+@pytest.mark.parametrize("forced", ["heads_as_rows,split_keys"], indirect=True)
+def test_commas_join_ways(forced):
+    assert f"heads as rows, tiles, keys in 4 chunks (FASTATTN_CPU_PATH={forced})" in paths()
 
 
 @pytest.mark.slow
