@@ -66,7 +66,6 @@ def paths() -> list[str]:
     ]
 
 
-@pytest.mark.skipif("FASTATTN_CPU_PATH" in os.environ, reason="FASTATTN_CPU_PATH is set")
 def test_usual_paths(isa):
     assert torch.ops.fastattn.select_cpu_path("auto")
     unit = isa.startswith("amx")
@@ -88,7 +87,6 @@ PRODUCTS = {  # of tiles, for one of numbers
 }
 
 
-@pytest.mark.skipif("FASTATTN_CPU_PATH" in os.environ, reason="FASTATTN_CPU_PATH is set")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_matrix_unit_serves_whom_it_gains_by(isa, dtype):
     """0004: 10 pairs a product for each row and each key that are laid out, by count."""
