@@ -89,7 +89,8 @@ constexpr int64_t kInPlaceRows = 8, kInPlaceMoreRows = 12, kInPlaceMoreDims = 64
 constexpr int64_t kShortChainRows = 12;
 // Matrix unit: laying out a row or a key for a product of tiles costs what so many pairs (i, j)
 // gain by the product (d32 to d128, Xeon: 0004). A number of several parts takes several products.
-constexpr int64_t kTilePairs = 10;
+// A tile has so many queries, and a few cost as much.
+constexpr int64_t kTilePairs = 10, kTileQueries = 16;
 // AVX512-BF16: with at most this many pairs a head, laying out operands costs more than it gains.
 constexpr int64_t kBFloat16Pairs = 16 * 64;
 // One thread: waking others takes as long as about this much work, by pass_work() (Zen 3).
@@ -101,11 +102,12 @@ constexpr int64_t tile_products(Unit unit, DType dtype) {
   return dtype == DType::kFloat16 && unit == Unit::kTiles ? 3 : 1;
 }
 FASTATTN_FN bool unit_pays(const AttentionParams& p, Unit unit) {
-  if (p.M <= kInPlaceRows) return false;
-  if (unit == Unit::kBFloat16) return p.M * p.N > kBFloat16Pairs;
+  if (unit == Unit::kBFloat16) return p.M > kInPlaceRows && p.M * p.N > kBFloat16Pairs;
   const int64_t laid_out = p.H * p.M + p.Hkv * p.N;  // heads that share keys share their layout
-  const double pairs = static_cast<double>(p.H) * band_pairs(p.mask, p.M, p.N);
-  return pairs > static_cast<double>(kTilePairs * tile_products(unit, p.q.dtype) * laid_out);
+  const double least = static_cast<double>(kTilePairs * tile_products(unit, p.q.dtype) * laid_out);
+  const int64_t rows = max64(1, ceil_div(p.M, kTileQueries)) * kTileQueries;
+  const double share = static_cast<double>(p.M) / static_cast<double>(rows);
+  return share * static_cast<double>(p.H) * band_pairs(p.mask, p.M, p.N) > least;
 }
 FASTATTN_FN bool uses_matrix_unit(const AttentionParams& p, const Chooser& chooser) {
   const bool has_unit =
