@@ -87,16 +87,15 @@ constexpr int64_t kInPlaceRows = 8, kInPlaceMoreRows = 12, kInPlaceMoreDims = 64
 // Short chains: up to this many queries, each row sums its values so. The gradient of a bias that
 // few rows share needs these digits. At 9 to 12 queries a call takes 2 to 4% longer (Zen 4).
 constexpr int64_t kShortChainRows = 12;
-// Matrix unit: laying out a row or a key for a product of tiles costs what so many pairs (i, j)
-// gain by the product (d32 to d128, Xeon: 0004). A number of several parts takes several products.
-// A tile has so many queries, and a few cost as much.
+// Matrix unit: laying out a row or a key costs what so many pairs (i, j) gain, times the products of
+// tiles that a number takes (d32 to d128, Xeon: 0004). A tile of fewer queries costs as much.
 constexpr int64_t kTilePairs = 10, kTileQueries = 16;
 // AVX512-BF16: with at most this many pairs a head, laying out operands costs more than it gains.
 constexpr int64_t kBFloat16Pairs = 16 * 64;
 // One thread: waking others takes as long as about this much work, by pass_work() (Zen 3).
 constexpr double kParallelWork = 1 << 20;
 
-// Products of tiles for one of numbers (score/amx/parts.h).
+// Products of tiles for one product of numbers (score/amx/parts.h).
 constexpr int64_t tile_products(Unit unit, DType dtype) {
   if (dtype == DType::kFloat32) return unit == Unit::kFp16Tiles ? 3 : 6;
   return dtype == DType::kFloat16 && unit == Unit::kTiles ? 3 : 1;

@@ -82,7 +82,7 @@ def test_usual_paths(isa):
     ]
 
 
-PRODUCTS = {  # of tiles, for one of numbers
+PRODUCTS = {  # of tiles, for one product of numbers
     "amx": {torch.float32: 6, torch.float16: 3, torch.bfloat16: 1},
     "amx_fp16": {torch.float32: 3, torch.float16: 1, torch.bfloat16: 1},
 }
