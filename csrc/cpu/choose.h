@@ -87,8 +87,8 @@ constexpr int64_t kInPlaceRows = 8, kInPlaceMoreRows = 12, kInPlaceMoreDims = 64
 // Short chains: up to this many queries, each row sums its values so. The gradient of a bias that
 // few rows share needs these digits. At 9 to 12 queries a call takes 2 to 4% longer (Zen 4).
 constexpr int64_t kShortChainRows = 12;
-// Matrix unit: laying out a row or a key costs what so many pairs (i, j) gain, times the products of
-// tiles that a number takes (d32 to d128, Xeon: 0004). A tile of fewer queries costs as much.
+// Matrix unit: laying out a row or a key costs what so many pairs (i, j) gain, times the products
+// of tiles that a number takes (d32 to d128, Xeon: 0004). A tile of fewer queries costs as much.
 constexpr int64_t kTilePairs = 10, kTileQueries = 16;
 // AVX512-BF16: with at most this many pairs a head, laying out operands costs more than it gains.
 constexpr int64_t kBFloat16Pairs = 16 * 64;
