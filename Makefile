@@ -132,7 +132,8 @@ test-isas: $(READY)
 	$(if $(LACKED),,$(error test-isas is for CPUs with AVX2))
 	CXXFLAGS="$(IN_SOFTWARE)" FASTATTN_CPU_ISAS="$(LACKED)" $(PY) setup.py extension build/software
 	OMP_NUM_THREADS=1 FASTATTN_EXTENSION="$(CURDIR)/build/software/_C.abi3.so" FASTATTN_CPU_ISA=amx \
-	  FASTATTN_CPU_PATH=heads_as_rows,heads_together,split_keys,one_query,matrix_unit $(PY) -m pytest tests -q $(call PARALLEL,load) \
+	  FASTATTN_CPU_PATH=heads_as_rows,heads_together,split_keys,one_query,matrix_unit \
+	  $(PY) -m pytest tests -q $(call PARALLEL,load) \
 	  -k "($(firstword $(LACKED)) or amx) and not cpuid or contract and not gpu and not slow and not triton" $(ARGS)
 
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all

@@ -244,9 +244,9 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def isa(request, extension):
-    """Forces the CPU kernels of one instruction set. A matrix unit runs where it is slower, too.
+    """Forces the CPU kernels of one instruction set, and AMX even where vectors are faster.
 
-    Problems as small as those of tests would be left to vectors, as other sets compute them.
+    Most problems of tests are so small that AMX would else compute few of them.
     """
     before = torch.ops.fastattn.cpu_isa()
     assert torch.ops.fastattn.select_cpu_isa(request.param)

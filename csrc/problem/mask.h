@@ -48,7 +48,7 @@ FASTATTN_FN bool band_keeps_all(const MaskParams& mask, int64_t M, int64_t N) {
   return mask.band_lo <= 1 - M && mask.band_hi >= N - 1;
 }
 
-// Pairs (i, j) of a head that the band keeps, if it keeps some of each row.
+// Pairs (i, j) of a head that the band keeps.
 FASTATTN_FN double band_pairs(const MaskParams& mask, int64_t M, int64_t N) {
   const double rows = static_cast<double>(M), keys = static_cast<double>(N);
   // The sum of max(0, t - i) over the rows i.
