@@ -9,9 +9,10 @@ The score s_ij = sum_d w_d tanh(q_id + k_jd) is exact, without a tanh in the loo
       s += (w_1 + w_2) / 2 - (w_1 x_2 + w_2 x_1) / (x_1 x_2)       5 operations, one reciprocal
 
 Two elements share a reciprocal. A multiprocessor has 16 special functions a clock, and one for each
-element would bound the loop. Every step subtracts half of its weights. The sum is then that of
-w tanh / 2, which does not cancel. A subtraction at the end would. additive_forward.py makes E and F
-once a launch, as [heads, d, tokens], so that a d is one contiguous load.
+element would bound the loop. Every step adds two terms of w tanh / 2, because a sum that loses half
+of all weights at its end cancels. No step takes halves from the sum: it would round alike in each
+step where weights are alike. additive_forward.py makes E and F once a launch, as [heads, d,
+tokens], so that a d is one contiguous load.
 
 Gradients come from the same loop once more, t = u (1 - u) = (1 - tanh^2) / 4 = E F u^2:
 
@@ -121,7 +122,7 @@ def paired_scores(x, y, terms, b, h, dims, spec, TRANSPOSED: tl.constexpr):
         d1 = tl.fma(x1[:, None], y1[None, :], UNIT)
         d2 = tl.fma(x2[:, None], y2[None, :], UNIT)
         heavy = tl.fma(w1, d2, w2 * d1)
-        s = tl.fma(heavy, reciprocal(d1 * d2, spec), s - (w1 + w2) * (0.5 / UNIT))
+        s += tl.fma(heavy, reciprocal(d1 * d2, spec), (w1 + w2) * (-0.5 / UNIT))
         x_ptr += 2 * x_stride
         y_ptr += 2 * y_stride
     return s

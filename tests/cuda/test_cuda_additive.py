@@ -35,6 +35,7 @@ from properties.extremes import (  # noqa: F401
     test_additive_with_extreme_weights,
     test_additive_with_opposite_queries_and_keys,
     test_additive_with_some_weights_zero,
+    test_errors_of_additive_weights_that_are_alike_do_not_add_up,
     test_gradients_of_additive_keys_with_huge_weights,
     test_gradients_under_a_large_bias,
     test_tiny_values_underflow_quietly,

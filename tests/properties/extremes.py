@@ -170,6 +170,17 @@ def test_gradients_of_additive_keys_with_huge_weights(backend):
     testing.assert_within_budget(found, plain, truth)
 
 
+@pytest.mark.parametrize("weight", [0.09, -0.37])
+@pytest.mark.parametrize("M", [1, 5])
+def test_errors_of_additive_weights_that_are_alike_do_not_add_up(backend, M, weight):
+    """A sum that rounds each of these terms alike has a mean error far above its spread."""
+    named = inputs("additive", B=32, M=M, N=1, D=256) | {"weight": torch.full((2, 256), weight)}
+    _, score = attend(**named, return_lse=True, backend=backend)  # of one key
+    sums = named["query"].double() + named["key"].double()
+    error = score.double() - (torch.tanh(sums) * named["weight"][:, None].double()).sum(-1)
+    assert error.mean().abs() < error.std()
+
+
 def test_additive_with_some_weights_zero(backend):
     """A dim with weight 0 changes nothing, for any values in it."""
     named = inputs("additive")

@@ -14,6 +14,7 @@ from properties.extremes import (  # noqa: F401
     test_a_large_bias_in_a_whole_row_leaves_it_uniform,
     test_a_scale_below_the_numbers_of_float32,
     test_a_scale_far_above_the_softcap,
+    test_errors_of_additive_weights_that_are_alike_do_not_add_up,
     test_gradients_under_a_large_bias,
     test_infinity_in_a_bias_is_nan_in_its_row_alone,
     test_logits_beyond_half_accumulate_in_float32,

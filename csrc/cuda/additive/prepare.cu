@@ -44,22 +44,35 @@ __global__ void __launch_bounds__(kThreads) prepare_terms_kernel(const PrepareAr
   if (finite) frexpf(heaviest, &exponent);
   if (exponent > 126) exponent = 126;  // 2^128 is not a float; x has room for weights up to 4
 
+  float* const units = a.workspace + a.at.units + h * a.at.dims;
+  const auto scaled = [&](int64_t d) { return term_weight(weight(d), exponent, finite); };
   for (int64_t d = thread(); d < a.at.dims; d += kThreads) {
     const bool inside = d < p.D;
-    const float w = inside ? weight(d) : 0.f;
-    a.workspace[a.at.weights + h * a.at.dims + d] = w;
-    a.workspace[a.at.units + h * a.at.dims + d] =
-        inside ? kUnit / term_weight(w, exponent, finite) : kPadUnit;
+    a.workspace[a.at.weights + h * a.at.dims + d] = inside ? weight(d) : 0.f;
+    units[d] = inside ? kUnit / scaled(d) : kPadUnit;
   }
+  __syncthreads();
+  // Where weights are alike, roundings are alike too, and add up. So the sums are double, of the
+  // weights that the rounded units stand for: kUnit / unit, to first order of the rounding. The
+  // first half also has what rounding took from all halves.
+  float* const halves = a.workspace + a.at.halves + h * a.at.stages;
+  float rest = 0.f;
   for (int64_t stage = thread(); stage < a.at.stages; stage += kThreads) {
-    float sum = 0.f;
-    for (int64_t d = stage * kStage; d < min64(p.D, (stage + 1) * kStage); ++d)
-      sum += term_weight(weight(d), exponent, finite);
-    a.workspace[a.at.halves + h * a.at.stages + stage] = sum * (0.5f / kUnit);
+    double sum = 0.;
+#pragma unroll 1  // else registers spill
+    for (int64_t d = stage * kStage; d < min64(p.D, (stage + 1) * kStage); ++d) {
+      const float w = scaled(d), lost = fmaf(-units[d], w, kUnit) * (1.f / kUnit);
+      sum += static_cast<double>(w) + static_cast<double>(w * lost);
+    }
+    sum *= 0.5 / kUnit;
+    halves[stage] = static_cast<float>(sum);
+    rest += static_cast<float>(sum - static_cast<double>(halves[stage]));
   }
+  rest = block_sum(rest, scratch);
   if (thread() == 0) {
     const float power = heaviest == 0.f ? 0.f : ldexpf(1.f, exponent);
     a.workspace[a.at.scales + h] = 2.f * (finite ? power : kInfinity - kInfinity);
+    if (a.at.stages > 0) halves[0] += rest;
   }
 }
 

@@ -78,8 +78,9 @@ struct Terms {
   int32_t* block_end;  // per block: one past its last term
   float* block_half;   // per block: sum of w / (2 unit); the loops subtract 1 / x = w u / unit
   float* block_factor;
-  int64_t all, blocks;  // the number of terms and of blocks
-  float scale;          // makes the sum 2 log2(e) sum w tanh / 2
+  int64_t all = 0, blocks = 0;  // the number of terms and of blocks
+  double half = 0.;             // of the current block, and what rounding left of those before
+  float scale = 0.f;            // makes the sum 2 log2(e) sum w tanh / 2
 };
 
 // Blocks are short because one sum over 256 terms would double the error of the output.
@@ -96,31 +97,29 @@ FASTATTN_SIMD int64_t terms_capacity(int64_t D, const RangeRule& rule) {
 FASTATTN_SIMD Terms make_terms(Scratch& scratch, int64_t D, const RangeRule& rule) {
   const int64_t terms = terms_capacity(D, rule);
   const int64_t blocks = terms / kBlockTerms + term_classes(rule);
-  return {scratch.ints(terms),
-          scratch.floats(terms),
-          scratch.ints(blocks),
-          scratch.floats(blocks),
-          scratch.floats(blocks),
-          0,
-          0,
-          0.f};
+  return {scratch.ints(terms), scratch.floats(terms), scratch.ints(blocks), scratch.floats(blocks),
+          scratch.floats(blocks)};
 }
 
 // Adds a term to the current block, as weight (share - u). `share` is 1/2, which gives tanh / 2.
-// For padding, u = 1 and `share` is 1, which gives 0.
+// For padding, u = 1 and `share` is 1, which gives 0. Where weights are alike, roundings are alike
+// too, and add up: the sum of shares is therefore double, of the weights that unit[n] stands for.
 FASTATTN_SIMD void add_term(Terms& terms, int64_t d, float weight, float share, float unit) {
   const int64_t n = terms.all++;
   terms.dim[n] = static_cast<int32_t>(d);
   terms.unit[n] = unit / weight;
-  terms.block_half[terms.blocks] += share * weight / unit;
+  terms.half += static_cast<double>(share) / static_cast<double>(terms.unit[n]);
 }
 
 // Ends the current block, if the block has terms.
 FASTATTN_SIMD void end_block(Terms& terms, float factor) {
   const int64_t begin = terms.blocks == 0 ? 0 : terms.block_end[terms.blocks - 1];
   if (terms.all == begin) return;
+  const float half = static_cast<float>(terms.half);
   terms.block_end[terms.blocks] = static_cast<int32_t>(terms.all);
+  terms.block_half[terms.blocks] = half;
   terms.block_factor[terms.blocks] = factor;
+  terms.half -= static_cast<double>(half);
   ++terms.blocks;
 }
 
@@ -147,11 +146,9 @@ FASTATTN_SIMD void list_class(Weigh weigh, int64_t D, int64_t c, const RangeRule
   const bool last = c + 1 == term_classes(rule);
   const float factor = 4.f * rule.unit() / up;
   int64_t listed = 0;
+  terms.half = 0.;
   const auto add = [&](int64_t d, float weight, float share) {
-    if (listed % kBlockTerms == 0) {
-      end_block(terms, factor);
-      terms.block_half[terms.blocks] = 0.f;
-    }
+    if (listed % kBlockTerms == 0) end_block(terms, factor);
     add_term(terms, d, weight, share, rule.unit());
     ++listed;
   };
