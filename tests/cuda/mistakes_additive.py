@@ -139,4 +139,16 @@ ADDITIVE = [
         "staged);\n    __syncthreads();\n    // The clamp", "staged);\n    // The clamp",
         "fast_loop",
     ),
+    of_file(
+        "additive weights: halves of numbers that units are not", "additive/prepare.cu",
+        "fmaf(-units[d], w, kUnit)", "0.f", "alike",
+    ),
+    of_file(
+        "additive weights: what rounding took from halves", "additive/prepare.cu",
+        "halves[0] += rest;", "halves[0] += 0.f;", "alike",
+    ),
+    of_file(
+        "additive weights: units of other threads, unwritten", "additive/prepare.cu",
+        "  __syncthreads();\n  // Where weights", "  // Where weights", "alike",
+    ),
 ]  # fmt: skip
