@@ -305,7 +305,7 @@ bool set_inputs(const Plan<Params>& plan, const Description& given, Params* p) {
   p->M = dims(0).sizes[2], p->N = dims(1).sizes[2];
   View* const views[] = {&p->q, &p->k, &p->v};
   for (int n = 0; n < 3; ++n) set_strides(dims(n), views[n]);
-  bool fits = dims(2).sizes[2] == p->N;
+  bool fits = dims(2).sizes[2] == p->N && std::max(p->M, p->N) < kTooLarge;
   const int* number = plan.inputs.data() + kBeforePairs;
   each_pair_strides(p, [&](auto*... own) {
     const int n = *number++;

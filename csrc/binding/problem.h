@@ -129,6 +129,9 @@ inline void fill_weights(const Operands& in, AttentionParams* p) {
           0,    in.w->stride(h + 1)};
 }
 
+// Sizes are less. Sizes of workspaces are products of them, and limits of keys have 32 bits.
+constexpr int64_t kTooLarge = int64_t{1} << 31;
+
 inline void fill_problem(const Operands& in, AttentionParams* p) {
   STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4 && in.v.dim() == 4,
                   "fastattn: q, k, v: expected 4 dims");
@@ -137,8 +140,7 @@ inline void fill_problem(const Operands& in, AttentionParams* p) {
       "fastattn: expected k and v of the dtype of q");
   p->B = in.q.size(0), p->H = in.q.size(1), p->M = in.q.size(2), p->D = in.q.size(3);
   p->Hkv = in.k.size(1), p->N = in.k.size(2), p->E = in.v.size(3);
-  // Of tensors that broadcast. Sizes of workspaces are products of these.
-  STD_TORCH_CHECK(std::max({p->B, p->H, p->M, p->N, p->D, p->E}) < int64_t{1} << 31,
+  STD_TORCH_CHECK(std::max({p->B, p->H, p->M, p->N, p->D, p->E}) < kTooLarge,
                   "fastattn: q, k, v: expected sizes below 2^31");
   STD_TORCH_CHECK(p->Hkv == p->H || (p->Hkv > 0 && p->H % p->Hkv == 0),
                   "fastattn: expected query heads to be a multiple of key heads");

@@ -73,6 +73,7 @@ def build(
     has_head_dim = parameter.has_head_dim(score, query, weight)
     batch, q, k, v = to_4d(query, key, value, has_head_dim)
     q, k, v = match_heads(q, k, v, enable_gqa or score == "additive")
+    _check_sizes({"query": q, "key": k, "value": v})
     B, H, M, D = q.shape
     N, E = v.shape[-2:]
     if weight is not None and score == "gaussian":
@@ -93,6 +94,14 @@ def build(
 
 
 # ---- query, key, value, weight ----
+
+
+def _check_sizes(named: dict[str, Tensor]) -> None:
+    for name, x in named.items():
+        for size in x.shape:
+            if type(size) is int and size > arguments.MOST_POSITIONS:  # of an expanded tensor
+                most = arguments.MOST_POSITIONS
+                raise ValueError(f"{name}: expected sizes of at most {most}, got {list(x.shape)}")
 
 
 def _check_tensors(

@@ -121,6 +121,21 @@ def test_what_does_not_fit_raises_as_ever():
             sdpa(*args)
 
 
+def test_more_keys_than_32_bits_count():
+    q = torch.zeros(1, 1, 1, 1)
+
+    def call(N):
+        k = q.expand(1, 1, N, 1)
+        return sdpa(q, k, k, mask=Mask(kv_len=torch.tensor([N - 1])))
+
+    for known in range(2):  # before any plan, and beside one
+        with pytest.raises(ValueError, match="key: expected sizes of at most 2147483647"):
+            call(2**31)
+        for N in (10, 11, 12):
+            call(N)
+        assert bool(call_cache.table()), known
+
+
 def test_masks_that_do_not_fit_raise_as_ever():
     q, k, v = heads(3, 5)
     for kind in ("pairs", "floats", "keys for all", "lengths", "begins"):
