@@ -178,7 +178,7 @@ bench-host: build
 # another suite than that of `make bench`. LEAST=0.05 finds smaller falls than a tenth.
 SUITE ?=
 LEAST ?=
-SLUG = $(shell $(PY) -m bench.machine 2>/dev/null)
+SLUG = $(eval SLUG := $(shell $(PY) -m bench.machine 2>/dev/null))$(SLUG)
 BASELINE ?= bench/results/$(SUITE:%=%/)$(SLUG)
 bench-compare: build
 	@test -d "$(BASELINE)" || { echo "no baseline for this kind of machine: commit what 'make bench' \

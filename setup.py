@@ -111,8 +111,8 @@ def isa_flags(target: str) -> dict[str, list[str]]:
         avx2 = "-mavx2 -mfma -mf16c".split()
         avx512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512".split()
         table["avx2"] = avx2
-        table["avx512"] = avx2 + avx512
-        bf16 = [*avx2, *avx512, "-mavx512bf16"]
+        table["avx512"] = [*avx2, *avx512]
+        bf16 = [*table["avx512"], "-mavx512bf16"]
         table["avx512_bf16"] = [*bf16, "-mtune=cooperlake"]  # docs/decisions/0032
         table["amx"] = [*bf16, "-mamx-tile", "-mamx-bf16"]
         # GCC knows no -mamx-fp16 before 13: the kernels write that instruction as bytes.
@@ -169,7 +169,7 @@ def find_torch() -> tuple[Path, str]:
     """The folder and the version of torch, which is not imported: that takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise Unavailable("no torch in the Python that builds; pip needs --no-build-isolation")
+        raise Unavailable("no torch in the Python that builds: pip install torch")
     root = Path(spec.submodule_search_locations[0])
     version = runpy.run_path(str(root / "version.py"))["__version__"]
     if not (root / "include/torch/csrc/stable/library.h").exists():
@@ -330,7 +330,7 @@ def tools() -> tuple[tuple[Path, str], str, list[str]]:
 def build_extension(info: dict) -> str:
     """Builds EXTENSION and returns what for."""
     (torch, info["torch"]), ninja, cxx = tools()
-    info["compiler"] = output([*cxx, "--version"]).splitlines()[0]
+    info["compiler"] = output([*cxx, "--version"]).partition("\n")[0]
     info["target"] = output([*cxx, "-dumpmachine"])
     isas = supported_isas(cxx, info["target"])
     run_ninja(ninja, write_ninja_file(cxx, isas, torch))
@@ -345,7 +345,8 @@ def build_cuda_library(info: dict) -> str:
     (torch, _), ninja, cxx = tools()
     nvcc = find_nvcc()
     run_ninja(ninja, write_cuda_ninja_file(cxx, nvcc, torch))
-    info["compiler"] = output([nvcc, "--version"]).splitlines()[-2]
+    said = output([nvcc, "--version"])
+    info["compiler"] = next((x for x in said.splitlines() if "release " in x), said)
     # The runtime is linked in: a driver of an older major version cannot serve it.
     info["runtime"] = info["compiler"].partition("release ")[2].partition(",")[0]
     return f"{', '.join(code for _, code in cuda_code(nvcc))} ({info['compiler']})"

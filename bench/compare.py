@@ -60,12 +60,12 @@ def alike(baseline: dict, new: dict) -> bool:
 def other_options(baseline: dict, new: dict) -> str | None:
     """Why the runs measured other things; None if they did not."""
 
-    def given(run: dict, name: str) -> object:
+    def option(run: dict, name: str) -> object:
         found = run.get("options", {}).get(name) or None
         return run["machine"]["device"] if name == "suite" and found is None else found
 
     for name in ALIKE:
-        before, after = given(baseline, name), given(new, name)
+        before, after = option(baseline, name), option(new, name)
         if before != after:
             return f"expected runs of one {name}, got {before} in the baseline and {after} now"
     return None

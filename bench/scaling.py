@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -48,9 +49,7 @@ def exponent(points: dict[int, float]) -> float | None:
     if len(points) < 3 or len(longer) < 2:
         return None
     x, y = ([math.log(value) for value in column] for column in zip(*longer, strict=True))
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return round(above / sum((a - mean_x) ** 2 for a in x), 2)
+    return round(statistics.linear_regression(x, y).slope, 2)
 
 
 def curves(rows: list[Row]) -> list[Curve]:

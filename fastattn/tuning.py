@@ -101,6 +101,8 @@ def _inputs(
         key = query if key is None else key
         value = key if value is None else value
         return scores.checked(query, key, value, weight, **options)[0]
+    if options or not (key is value is weight is None):
+        raise TypeError("query: a Problem has all arguments of a call; expected no other")
     p = query
 
     def draw(*shape: int) -> Tensor:

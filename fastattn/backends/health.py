@@ -264,6 +264,6 @@ def _driver() -> str | None:
 
 def _build() -> str:
     """Changes with the CUDA library and the sources of the Triton kernels."""
-    files = [*operators.PACKAGE.glob("_cuda*.so"), *operators.PACKAGE.glob("kernels/*/*.py")]
+    files = [*operators.PACKAGE.glob("_cuda.so"), *operators.PACKAGE.glob("kernels/*/*.py")]
     stamps = sorted((x.name, x.stat().st_size, x.stat().st_mtime_ns) for x in files)
     return f"{zlib.crc32(repr(stamps).encode()):08x}"

@@ -39,15 +39,14 @@ from fastattn.problem.schemas import Saved
 PACKAGE = Path(__file__).parents[1]  # where setup.py puts them
 
 
-def load(pattern: str, *reason: str) -> str | None:
+def load(name: str, *reason: str) -> str | None:
     """Loads a library that setup.py builds into the package. Returns why it is missing, or None.
 
     ``reason``: the keys of _build_info.json that say why it was not built.
     """
-    libraries = sorted(PACKAGE.glob(pattern))
-    if not libraries:
+    if not (PACKAGE / name).exists():
         return f"is missing ({build_info(*reason) or 'it was never built: run `make build`'})"
-    return _load(libraries[0])
+    return _load(PACKAGE / name)
 
 
 def _load(library: str | Path) -> str | None:
@@ -71,13 +70,13 @@ def build_info(*keys: str) -> Any:
 
 def _load_extension() -> str | None:
     named = os.environ.get("FASTATTN_EXTENSION")
-    error = _load(named) if named else load("_C*.so", "reason")
+    error = _load(named) if named else load("_C.abi3.so", "reason")
     return error and f"the compiled extension {error}"
 
 
 def module() -> Any:
     """The extension as a module of Python, whose functions ``direct.py`` calls."""
-    library = os.environ.get("FASTATTN_EXTENSION") or next(PACKAGE.glob("_C*.so"))
+    library = os.environ.get("FASTATTN_EXTENSION") or PACKAGE / "_C.abi3.so"
     loader = ExtensionFileLoader("_C", str(library))
     return module_from_spec(spec_from_loader("_C", loader))  # pyright: ignore[reportArgumentType]
 

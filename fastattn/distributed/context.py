@@ -333,8 +333,7 @@ def _canonical_keys(tensors: list, inputs: validate.Inputs, options: dict) -> tu
 def _heads_per_step(given: int | None, Hkv: int) -> int:
     if given is None:
         return max(1, -(-Hkv // 4))
-    arguments.check_int("heads_per_step", given, 1)
-    return given
+    return arguments.check_int("heads_per_step", given, 1)
 
 
 # ---- inputs and outputs ----

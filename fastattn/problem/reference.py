@@ -119,7 +119,7 @@ def backward(
     if bias is not None:
         line = relative.is_line(bias, p.M, p.N)
         terms = relative.diagonal_sums(grad_logits) if line else grad_logits
-        grad_bias = _sum_to(terms, bias.shape)
+        grad_bias = terms.sum_to_size(bias.shape)
     grad_sink = None
     if sink is not None:
         delta = delta.squeeze(-1)
@@ -405,9 +405,3 @@ def sum_groups(p: Problem, x: Tensor) -> Tensor:
 def _groups(p: Problem, x: Tensor) -> Tensor:
     """[B, H, ...] -> [B, Hkv, H / Hkv, ...]; batched gradients have no rule for unflatten."""
     return x.reshape(x.shape[0], p.Hkv, p.H // p.Hkv, *x.shape[2:])
-
-
-def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
-    """Sums over the dims that broadcast from ``shape``."""
-    dims = [d for d, size in enumerate(shape) if size == 1 and x.shape[d] != 1]
-    return x.sum(dims, keepdim=True) if dims else x

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn.problem import record, reference
-from fastattn.testing.cases import Case, Tensors, _with, given_bias, is_relative, make
+from fastattn.testing.cases import Case, Tensors, given_bias, is_relative, make
 from fastattn.testing.runners import _canonical, _leaves, _unit, _upstream, exact, plain
 
 ULPS = 4  # of the largest exact value, for rounding the result and one more operation
@@ -224,7 +224,7 @@ def _moved(case: Case, t: Tensors, truth: dict[str, Tensor]) -> dict[str, Tensor
     rng = torch.Generator(t.k.device).manual_seed(case.seed)
     sign = torch.randint(0, 2, t.k.shape, generator=rng, device=t.k.device) * 2 - 1
     q, k = t.q.double() * (1 + step), t.k.double() * (1 + step * sign)
-    moved = exact(case, _with(t, q=q, k=k))
+    moved = exact(case, dataclasses.replace(t, q=q, k=k))
     return {name: (moved[name] - x) / eps for name, x in truth.items()}
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -112,9 +112,6 @@ class Case:
         return zlib.crc32(str(self).encode())
 
 
-_with = dataclasses.replace
-
-
 def _spelled(value: object) -> str:
     """Python for a field of a case."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -200,10 +197,10 @@ def _laid_out(case: Case, t: Tensors) -> Tensors:
         return {n: x if (x := getattr(t, n)) is None else relaid(layout, x) for n in names}
 
     keep = t.mask.keep
-    mask = t.mask if keep is None else _with(t.mask, keep=relaid(case.mask_layout, keep))
+    mask = t.mask if keep is None else replace(t.mask, keep=relaid(case.mask_layout, keep))
     plain, masks = ("q", "k", "v", "grad_out"), ("bias", "attn_mask", "grad_weights")
     masks = masks[1:] if is_relative(case) else masks
-    return _with(t, mask=mask, **each(case.layout, *plain), **each(case.mask_layout, *masks))
+    return replace(t, mask=mask, **each(case.layout, *plain), **each(case.mask_layout, *masks))
 
 
 def relaid(layout: str, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from fastattn.problem import reference
 from fastattn.testing.blocks import run_by_blocks
 from fastattn.testing.budget import _oracle_of_case, poisoned
-from fastattn.testing.cases import Case, Tensors, _laid_out, _with, is_relative
+from fastattn.testing.cases import Case, Tensors, _laid_out, is_relative
 from fastattn.testing.runners import _kept, _used_keys, run
 
 
@@ -45,7 +46,7 @@ def spoil(case: Case, t: Tensors) -> Tensors:
     if case.weights == "mean":
         weights = kept.any(1)
     how, masks = case.layout, case.mask_layout
-    spoilt = _with(
+    spoilt = replace(
         t,
         q=fill(t.q, rows, how),
         k=fill(t.k, keys, how),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
-from fastattn.testing.cases import Case, _with
+from fastattn.testing.cases import Case
 
 _f16, _bf16 = torch.float16, torch.bfloat16
 
@@ -21,7 +22,7 @@ def _grid() -> list[Case]:
             [(1, 1), (3, 5), (16, 33), (64, 64), (65, 8), (8, 127), (24, 136),
              (256, 40)]]  # fmt: skip
     zeros = [
-        _with(Case(f"{name}0", bias="mn", weights="full", lse=True), **{name: 0})
+        replace(Case(f"{name}0", bias="mn", weights="full", lse=True), **{name: 0})
         for name in ("M", "N", "D", "E", "B")
     ]
     zeros.append(Case("H0", H=0, Hkv=0, bias="mn", weights="full", lse=True))
@@ -127,7 +128,7 @@ def _grid() -> list[Case]:
     # Whole tiles, which no mask code touches; as large as the logits of the dot product are named.
     plain = [Case(f"plain-N{n}", B=1, M=64, N=n, weights="full", lse=True) for n in (64, 128)]
     logits = [
-        _with(c, name=f"{c.name}-logits-1e{power}", magnitude=10 ** (power / 2))
+        replace(c, name=f"{c.name}-logits-1e{power}", magnitude=10 ** (power / 2))
         for c in plain
         for power in (2, 4, 6, 10)
     ]
@@ -158,10 +159,10 @@ def _grid() -> list[Case]:
     cases = [
         *both,
         *logits,
-        *(_with(c, score="additive") for c in both),
-        *(_with(c, score="additive") for c in extremes),
-        *(_with(c, score="gaussian") for c in both if c.name in gaussian),
-        *(_with(c, score="gaussian") for c in [*bandwidths, *distances]),
+        *(replace(c, score="additive") for c in both),
+        *(replace(c, score="additive") for c in extremes),
+        *(replace(c, score="gaussian") for c in both if c.name in gaussian),
+        *(replace(c, score="gaussian") for c in [*bandwidths, *distances]),
     ]
     half = {
         *("M65-N127", "M1-N1000", "D64-E64", "gqa", "layout-sliced", "all-masks", "documents-70"),
@@ -170,7 +171,7 @@ def _grid() -> list[Case]:
         *("softcap", "softcap-masks", "softcap-50", "alibi-causal", "relative-masks"),
         *("sink", "sink-masks", "plain-N128-logits-1e4"),
     }
-    return cases + [_with(c, dtype=d) for c in cases if c.name in half for d in (_f16, _bf16)]
+    return cases + [replace(c, dtype=d) for c in cases if c.name in half for d in (_f16, _bf16)]
 
 
 GRID = _grid()

@@ -31,6 +31,13 @@ def test_a_score_by_name():
     assert tuning._inputs(Q, None, None, None, {"score": "gaussian"}).p.score == "gaussian"
 
 
+def test_a_problem_beside_other_arguments():
+    problem = tuning._inputs(Q, None, None, None, {}).p
+    for other in ({"is_causal": True}, {"key": Q}):
+        with pytest.raises(TypeError, match="expected no other"):
+            fastattn.autotune(problem, **other)
+
+
 def test_an_argument_of_no_function():
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         fastattn.autotune(Q, causal=True)

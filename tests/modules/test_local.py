@@ -212,9 +212,10 @@ def test_errors(tensors):
         LocalAttention(DQ, alignment="global")
     with pytest.raises(ValueError, match="window"):
         LocalAttention(DQ, window=0)
+    for alignment in ("monotonic", "predictive"):
+        with pytest.raises(ValueError, match="step"):
+            module_for(alignment)(*tensors, step=-1)
     module = module_for("monotonic")
-    with pytest.raises(ValueError, match="step"):
-        module(*tensors, step=-1)
     with pytest.raises(ValueError, match="valid_lens"):
         module(*tensors, torch.tensor([1, 2]))
     with pytest.raises(ValueError, match=r"values in \[0, 23\]"):

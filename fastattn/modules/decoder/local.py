@@ -122,6 +122,7 @@ class LocalAttention(LuongAttention):
             TypeError: dtypes differ.
             ValueError: shapes or lengths do not fit, or ``step`` is negative.
         """
+        step = arguments.check_int("step", step, 0)
         queries, one_step = single_head.as_steps(queries)
         keys, values = self.score.keys_and_values(keys, values, cache)
         single_head.check_fit(queries, keys, values)
@@ -140,7 +141,6 @@ class LocalAttention(LuongAttention):
         step: int,
     ) -> tuple[Tensor, Tensor | None]:
         """A band around the diagonal, over the slice of the keys that it crosses."""
-        step = arguments.check_int("step", step, 0)
         M, N, D = queries.shape[1], values.shape[1], self.window
         lo = min(max(step - D, 0), N)
         hi = min(step + M + D, N)
