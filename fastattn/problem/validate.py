@@ -96,11 +96,10 @@ def build(
 # ---- query, key, value, weight ----
 
 
-def _check_sizes(named: dict[str, Tensor]) -> None:
+def _check_sizes(named: dict[str, Tensor], most: int = arguments.MOST_POSITIONS) -> None:
     for name, x in named.items():
         for size in x.shape:
-            if type(size) is int and size > arguments.MOST_POSITIONS:  # of an expanded tensor
-                most = arguments.MOST_POSITIONS
+            if type(size) is int and size > most:  # of an expanded tensor
                 raise ValueError(f"{name}: expected sizes of at most {most}, got {list(x.shape)}")
 
 
