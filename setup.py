@@ -111,7 +111,7 @@ def isa_flags(target: str) -> dict[str, list[str]]:
         avx2 = "-mavx2 -mfma -mf16c".split()
         avx512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512".split()
         table["avx2"] = avx2
-        table["avx512"] = [*avx2, *avx512]
+        table["avx512"] = avx2 + avx512
         bf16 = [*table["avx512"], "-mavx512bf16"]
         table["avx512_bf16"] = [*bf16, "-mtune=cooperlake"]  # docs/decisions/0032
         table["amx"] = [*bf16, "-mamx-tile", "-mamx-bf16"]

@@ -61,7 +61,7 @@ def autotune(
         The configuration of each kernel: ``(BLOCK_M, BLOCK_N, num_warps, num_stages)`` by name.
 
     Raises:
-        TypeError: as the function that is called.
+        TypeError: as the function that is called; or a Problem comes with other arguments.
         ValueError: likewise, or the Triton backend cannot compute this problem. The message then
             has the reasons.
         RuntimeError: no configuration of a kernel runs. Nothing is remembered of that kernel.

@@ -9,10 +9,10 @@ The score s_ij = sum_d w_d tanh(q_id + k_jd) is exact, without a tanh in the loo
       s += (w_1 + w_2) / 2 - (w_1 x_2 + w_2 x_1) / (x_1 x_2)       5 operations, one reciprocal
 
 Two elements share a reciprocal. A multiprocessor has 16 special functions a clock, and one for each
-element would bound the loop. Every step adds two terms of w tanh / 2, because a sum that loses half
-of all weights at its end cancels. No step takes halves from the sum: it would round alike in each
-step where weights are alike. additive_forward.py makes E and F once a launch, as [heads, d,
-tokens], so that a d is one contiguous load.
+element would bound the loop. Every step adds two terms of w tanh / 2. A sum that lost half of all
+weights at its end would cancel. A sum that lost halves at every step would round alike each time,
+where weights are alike. additive_forward.py makes E and F once a launch, as [heads, d, tokens], so
+that a d is one contiguous load.
 
 Gradients come from the same loop once more, t = u (1 - u) = (1 - tanh^2) / 4 = E F u^2:
 

@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kThreads) prepare_terms_kernel(const PrepareAr
     units[d] = inside ? kUnit / scaled(d) : kPadUnit;
   }
   __syncthreads();
-  // Where weights are alike, roundings are alike too, and add up. So the sums are double, of the
-  // weights that the rounded units stand for: kUnit / unit, to first order of the rounding. The
+  // Where weights are alike, roundings are alike too, and add up. So the sums are double, and a
+  // term has the weight kUnit / unit of its rounded unit, to first order of that rounding. The
   // first half also has what rounding took from all halves.
   float* const halves = a.workspace + a.at.halves + h * a.at.stages;
   float rest = 0.f;

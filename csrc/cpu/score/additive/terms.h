@@ -103,7 +103,7 @@ FASTATTN_SIMD Terms make_terms(Scratch& scratch, int64_t D, const RangeRule& rul
 
 // Adds a term to the current block, as weight (share - u). `share` is 1/2, which gives tanh / 2.
 // For padding, u = 1 and `share` is 1, which gives 0. Where weights are alike, roundings are alike
-// too, and add up: the sum of shares is therefore double, of the weights that unit[n] stands for.
+// too, and add up. So `half` is double, and its terms have the weight that unit[n] was rounded to.
 FASTATTN_SIMD void add_term(Terms& terms, int64_t d, float weight, float share, float unit) {
   const int64_t n = terms.all++;
   terms.dim[n] = static_cast<int32_t>(d);
